@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.streams import is_host
 from meshwright.layout import chunk
 
 
@@ -46,8 +47,17 @@ class Places:
 
     def summed(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Add up what became of each row."""
-        found = []
+        order, found = self.at.argsort(), []
+        if self.slots == 1:  # a permutation
+            return [x.index_select(0, order) for x in tensors]
         for x in tensors:
+            if is_host(x.device) and x.element_size() > 2:  # one row after the other
+                at = self.at
+                if self.slots > 2:  # of two, the order does not matter
+                    at, x = at.index_select(0, order), x.index_select(0, order)
+                total = x.new_zeros((self.rows, *x.shape[1:]))
+                found.append(total.index_add_(0, at // self.slots, x))
+                continue
             every = x.new_zeros((self.rows * self.slots, *x.shape[1:]))
             every.index_copy_(0, self.at, x)
             found.append(every.unflatten(0, (self.rows, self.slots)).sum(1))
@@ -62,14 +72,17 @@ class Route:
     name: str
     """The name of the module."""
     places: Places
-    """One slot for each rank that has some of a token's experts."""
+    """One slot for each rank that has some of a token's experts; in a route of pairs, for each of
+    its experts."""
     going: list[int]
     """How many rows this rank sends to each rank."""
     coming: list[int]
     counts: list[int]
     """How many of this rank's tokens go to each expert."""
+    arriving: torch.Tensor
+    """How many pairs of a token and an expert each expert of this rank gets from each rank."""
     here: list[int]
-    """How many pairs of a token and an expert each expert of this rank has, from all ranks."""
+    """How many it gets from all."""
     ends: torch.Tensor
     """Where each expert's pairs end, on the device."""
     indices: torch.Tensor
@@ -89,15 +102,18 @@ class Route:
     ) -> list[torch.Tensor]:
         if len(tensors) == 1:
             return [exchanged(tensors[0].contiguous(), self.axis, going, coming, label)]
-        parts = [x.contiguous().view(torch.uint8) for x in tensors]
-        found = exchanged(torch.cat(parts, 1), self.axis, going, coming, label)
-        arrived = []
-        columns = found.split([part.shape[1] for part in parts], 1)
-        for x, column in zip(tensors, columns, strict=True):
-            rows = x.new_empty((len(found), *x.shape[1:]))
-            rows.view(torch.uint8).copy_(column)
-            arrived.append(rows)
-        return arrived
+        # What is beside the first tensor travels as further columns of it, which stay where they
+        # arrive: rows are large.
+        first, *beside = tensors
+        parts = [x.contiguous().view(torch.uint8) for x in beside]
+        widths = [part.shape[1] for part in parts]
+        rest = -sum(widths) % first.element_size()
+        columns = torch.cat([*parts, parts[0].new_zeros((len(first), rest))], 1).view(first.dtype)
+        found = exchanged(torch.cat([first, columns], 1), self.axis, going, coming, label)
+        rows, columns = found.tensor_split([first.shape[1]], 1)
+        arrived = columns.contiguous().view(torch.uint8).split([*widths, rest], 1)
+        pairs = zip(beside, arrived, strict=False)
+        return [rows, *(column.contiguous().view(x.dtype) for x, column in pairs)]
 
 
 def exchanged(
@@ -112,10 +128,13 @@ def exchanged(
 
 
 @torch.no_grad()
-def plan_route(indices: torch.Tensor, experts: int, axis: Communicator, name: str) -> Route:
+def plan_route(
+    indices: torch.Tensor, experts: int, axis: Communicator, name: str, *, in_pairs: bool = False
+) -> Route:
     """Make the route of tokens whose experts are ``indices`` (n, K), of ``experts`` in all.
 
-    Sends counts to each rank. On a device, the host reads them here, and nothing else.
+    ``in_pairs``: a token travels to each of its experts alone, in the order of experts. Sends
+    counts to each rank. On a device, the host reads them here, and nothing else.
 
     Raises ValueError for an index that names no expert.
     """
@@ -132,9 +151,9 @@ def plan_route(indices: torch.Tensor, experts: int, axis: Communicator, name: st
     ranks = (known // each).sort(1).values
     is_first = torch.ones_like(ranks, dtype=torch.bool)
     is_first[:, 1:] = ranks[:, 1:] != ranks[:, :-1]
-    target = ranks.where(is_first, size).flatten()
+    target = known.flatten() if in_pairs else ranks.where(is_first, size).flatten()
     to_rank = given.new_zeros(size + 1)
-    to_rank.scatter_add_(0, target, torch.ones_like(target))
+    to_rank.scatter_add_(0, ranks.flatten() if in_pairs else target, torch.ones_like(target))
     sent = torch.cat([by_expert.view(size, each), to_rank[:size].unsqueeze(1)], 1)
     ones = [1] * size
     got = exchanged(sent, axis, ones, ones, f"{name} counts")
@@ -151,15 +170,17 @@ def plan_route(indices: torch.Tensor, experts: int, axis: Communicator, name: st
     # Stable: in the order of ranks, then of tokens, which is that of the global batch.
     order = target.sort(stable=True).indices[: sum(going)]
     slot = (is_first.cumsum(1) - 1).flatten().index_select(0, order)
-    at = order.div(k, rounding_mode="floor") * slots + slot
-    of_experts = got[:, : chunk(experts, size, axis.rank)[1]].sum(0)
+    at = order if in_pairs else order.div(k, rounding_mode="floor") * slots + slot
+    arriving = got[:, : chunk(experts, size, axis.rank)[1]]
+    of_experts = arriving.sum(0)
     return Route(
         axis=axis,
         name=name,
-        places=Places(at, n, slots),
+        places=Places(at, n, k if in_pairs else slots),
         going=going,
         coming=coming,
         counts=[mine[e // each * row + e % each] for e in range(experts)],
+        arriving=arriving,
         here=[sum(theirs[e::row]) for e in range(len(of_experts))],
         ends=of_experts.cumsum(0, dtype=torch.int32),
         indices=indices,
@@ -167,17 +188,23 @@ def plan_route(indices: torch.Tensor, experts: int, axis: Communicator, name: st
 
 
 @torch.no_grad()
-def pairs_of(route: Route, slots: torch.Tensor, experts: int) -> tuple[Places, torch.Tensor]:
+def pairs_of(route: Route, slots: torch.Tensor | None, experts: int) -> tuple[Places, torch.Tensor]:
     """Sort the pairs of this rank's experts in ``slots`` (m, K), rows that have arrived.
 
-    Returns their places, and the expert of each, counted from the first of this rank.
+    Without ``slots`` each row is one, in the order of ranks, then of experts. Returns their places,
+    and the expert of each, counted from the first of this rank.
     """
     start, length = chunk(experts, route.axis.size, route.axis.rank)
-    local = slots.long().flatten() - start
-    local = local.where((local >= 0) & (local < length), length)
-    found = local.sort(stable=True)
     count = sum(route.here)
-    return Places(found.indices[:count], *slots.shape), found.values[:count]
+    if slots is None:
+        each = torch.arange(length, device=route.ends.device).repeat(route.axis.size)
+        local = each.repeat_interleave(route.arriving.flatten(), output_size=count)
+    else:
+        local = slots.long().flatten() - start
+        local = local.where((local >= 0) & (local < length), length)
+    found = local.sort(stable=True)
+    shape = (count, 1) if slots is None else slots.shape
+    return Places(found.indices[:count], *shape), found.values[:count]
 
 
 def moved(

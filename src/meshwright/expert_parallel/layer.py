@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
-from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
+from meshwright.expert_parallel.exchange import Places, Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
 from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
 from meshwright.tensor_parallel.layouts import Site
@@ -90,32 +90,48 @@ class ExpertLayer(nn.Module):
             weights = self._checked_weights(weights, routing, len(x)).reshape(indices.shape)
         n, k = indices.shape
         is_weighed_here = settings.exchange == "pairs" and settings.form is ExpertForm.FUSED
-        if settings.exchange == "pairs":  # each one a token of its own, with one expert
+        if is_weighed_here:
+            y = self._on_ranks(x, indices, None, in_pairs=True).view(n, k, x.shape[-1])
+            y = (y if weights is None else y * weights.unsqueeze(-1)).sum(1)
+        elif settings.exchange == "pairs":  # each one a token of its own, with one expert
             x, indices = x.repeat_interleave(k, 0), indices.reshape(-1, 1)
-        travels = None if weights is None or is_weighed_here else weights.reshape(indices.shape)
-        y = self._on_ranks(x, indices, travels)
+            y = self._on_ranks(x, indices, None if weights is None else weights.reshape(-1, 1))
+            y = y.view(n, k, y.shape[-1]).sum(1)
+        else:
+            y = self._on_ranks(x, indices, weights)
         count_tokens(self, indices.view(n, k), settings.experts)
-        if settings.exchange == "pairs" and settings.form is not ExpertForm.COUNTED:
-            y = y.view(n, k, y.shape[-1])
-            y = (y * weights.unsqueeze(-1) if is_weighed_here and weights is not None else y).sum(1)
         return y.to(hidden.dtype).view(hidden.shape)
 
     def _on_ranks(
-        self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor | None,
+        *,
+        in_pairs: bool = False,
     ) -> torch.Tensor:
-        """Compute the sum of each token's experts, weighed where ``weights`` are given."""
+        """Compute the sum of each token's experts, weighed where ``weights`` are given.
+
+        ``in_pairs``: what each of its experts returns, in a row of its own.
+        """
         settings = self._meshwright_style
-        route = plan_route(indices, settings.experts, settings.site.axis, settings.site.labels.name)
-        self._note(route)
-        narrow = indices.to(torch.int16 if settings.experts < 2**15 else torch.int32)
-        given = (x, narrow) if weights is None else (x, weights, narrow)
-        rows, *scales, slots = moved(route, given, back=False)
-        places, experts = pairs_of(route, slots, settings.experts)
+        experts, axis, name = settings.experts, settings.site.axis, settings.site.labels.name
+        back = route = plan_route(indices, experts, axis, name, in_pairs=in_pairs)
+        if in_pairs:
+            back = replace(route, places=Places(route.places.at, indices.numel(), 1))
+        self._note(back)
+        if in_pairs:
+            (rows,), scales, slots = moved(route, [x], back=False), [], None
+        else:
+            narrow = indices.to(torch.int16 if experts < 2**15 else torch.int32)
+            given = (x, narrow) if weights is None else (x, weights, narrow)
+            rows, *scales, slots = moved(route, given, back=False)
+        places, owners = pairs_of(route, slots, experts)
         (pairs,) = moved(places, [rows], back=False)
         scale = scales[0].reshape(-1).index_select(0, places.at) if scales else None
-        y = self._computed(pairs, route, experts, scale)
+        y = self._computed(pairs, route, owners, scale)
         (y,) = moved(places, [y], back=True)
-        (y,) = moved(route, [y.to(x.dtype)], back=True, guard=self._written())
+        (y,) = moved(back, [y.to(x.dtype)], back=True, guard=self._written())
         if not y.requires_grad and running_backward() == -1:
             settings.ungraphed.append((route.counts, _hash_of(route.indices)))
         return y
