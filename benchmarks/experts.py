@@ -35,6 +35,7 @@ from _figures import note, quartiles
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright import comm
 from meshwright.expert_parallel import ExpertParallel
@@ -149,7 +150,7 @@ class Arm:
         found = []
         for leaf in (self.x, self.weights, *self.module.parameters()):
             assert leaf.grad is not None
-            found.append(getattr(leaf.grad, "_local_tensor", leaf.grad))
+            found.append(leaf.grad.to_local() if isinstance(leaf.grad, DTensor) else leaf.grad)
             leaf.grad = None
         return found
 

@@ -47,9 +47,10 @@ class Places:
 
     def summed(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Add up what became of each row."""
-        order, found = self.at.argsort(), []
+        order = self.at.argsort()
         if self.slots == 1:  # a permutation
             return [x.index_select(0, order) for x in tensors]
+        found: list[torch.Tensor] = []
         for x in tensors:
             if is_host(x.device) and x.element_size() > 2:  # one row after the other
                 at = self.at

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -116,12 +116,13 @@ class ExpertLayer(nn.Module):
         """
         settings = self._meshwright_style
         experts, axis, name = settings.experts, settings.site.axis, settings.site.labels.name
-        back = route = plan_route(indices, experts, axis, name, in_pairs=in_pairs)
-        if in_pairs:
-            back = replace(route, places=Places(route.places.at, indices.numel(), 1))
+        route = plan_route(indices, experts, axis, name, in_pairs=in_pairs)
+        apart = replace(route, places=Places(route.places.at, indices.numel(), 1))
+        back = apart if in_pairs else route
         self._note(back)
+        scales: Sequence[torch.Tensor] = ()
         if in_pairs:
-            (rows,), scales, slots = moved(route, [x], back=False), [], None
+            (rows,), slots = moved(route, [x], back=False), None
         else:
             narrow = indices.to(torch.int16 if experts < 2**15 else torch.int32)
             given = (x, narrow) if weights is None else (x, weights, narrow)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.sampling import Sampler
 from support.internals.recipes import (
     TrainConfig,
     adamw,
@@ -18,6 +17,7 @@ from support.internals.recipes import (
     open_task,
     set_learning_rate,
 )
+from support.internals.sampling import Sampler
 
 
 class Curve(NamedTuple):
