@@ -57,7 +57,8 @@ class Places:
                 if self.slots > 2:  # of two, the order does not matter
                     at, x = at.index_select(0, order), x.index_select(0, order)
                 total = x.new_zeros((self.rows, *x.shape[1:]))
-                found.append(total.index_add_(0, at // self.slots, x))
+                # Of columns of something wider it would add up each number by itself.
+                found.append(total.index_add_(0, at // self.slots, x.contiguous()))
                 continue
             every = x.new_zeros((self.rows * self.slots, *x.shape[1:]))
             every.index_copy_(0, self.at, x)
