@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from meshwright.comm import connect
+from meshwright.errors import PlanError
 from meshwright.testing import Ranks
 from support.internals.recipes import RunOutcome, TrainConfig, read_config, train
 from support.recipes.experts import apart, curve_of_metrics, curve_of_one_process
@@ -41,3 +44,8 @@ def test_four_ranks_train_experts_as_one_process(ranks: Ranks, tmp_path: Path) -
     assert max(ours.imbalances) > 1.1
     assert ours.losses[-1] < ours.losses[0] - 0.5
     assert "Tokens of the busiest expert" in Path(outcome.report).read_text(encoding="utf-8")
+
+
+def test_parity_refuses_biases_that_one_process_does_not_move() -> None:
+    with pytest.raises(PlanError, match=r"moves no biases of routers: leave it out, or \[expert\]"):
+        read_config(EXAMPLE, ["expert.bias_rate=0.001"])
