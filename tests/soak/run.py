@@ -38,6 +38,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "five idle minutes": ("tests/soak/idle.py",),
         "16 and 32 ranks": ("tests/soak/crowd.py",),
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
+        "300 steps of experts on 4 ranks as in one process": ("tests/soak/experts.py",),
     },
     "3": {"whole products, and cases of random numbers": ("-m", "pytest", "-m", "soak", "-n", "2")},
     "4": {

@@ -181,8 +181,10 @@ def _layers(model: nn.Module, caller: str) -> dict[str, ExpertLayer]:
 
 def _routed(model: nn.Module, caller: str) -> tuple[list[Routing], tuple[Communicator, ...]]:
     """Return what routers have returned in the last forward, and the axes of data."""
-    axes = _data_axes(_layers(model, caller))
     known = dict.fromkeys(filter(None, (vars(part).get(ROUTING) for part in model.modules())))
+    # One process whose routers are recorded needs no experts on an axis.
+    is_whole = known and not any(isinstance(part, ExpertLayer) for part in model.modules())
+    axes = () if is_whole else _data_axes(_layers(model, caller))
     if not any(routing.has_routers for routing in known):
         raise ValueError(
             f"{caller}: no module of {type(model).__name__} is known to be a router. Give its "
