@@ -70,6 +70,11 @@ AIMS: dict[str, float] = {
         for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     },
     "tensor small, SGD: ours shm over bare shm, CPU": 1.2,
+    **{
+        f"experts {work}: ours {exchange} over bare shm, CPU": 1.1
+        for work in ("layer", "exchange")
+        for exchange in ("tokens", "pairs")
+    },
     "checkpoint, 1,000 small tensors: save over a raw write": 3.0,
     "checkpoint, 1,000 small tensors: load over a raw read of new memory": 4.0,
     "checkpoint, 1,000 small tensors: load_into over a raw read": 4.0,
@@ -173,6 +178,7 @@ RUNS = (
         ("tensor_parallel.py", "--optimizers", "SGD"),
         ("--works", "small", "--rounds", "3"),
     ),
+    Run("experts", ("experts.py",), ("--works", "exchange", "--rounds", "3")),
     Run(
         "compiled",
         (

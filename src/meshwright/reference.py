@@ -104,12 +104,14 @@ def train_reference(
     accumulate: int = 1,
     clip_norm: float | None = None,
     dtype: torch.dtype | None = torch.float64,
+    balance: Callable[[nn.Module], torch.Tensor] | None = None,
 ) -> ReferenceRun:
     """Train a copy of ``model`` on global ``batches``, one optimizer step each.
 
     ``accumulate`` splits each batch into that many microbatches. This matters only to modules that
     see the whole batch: for BatchNorm with local statistics on n ranks, it is n times the plan's.
-    Model and floating-point inputs are converted to ``dtype``, unless it is None.
+    Model and floating-point inputs are converted to ``dtype``, unless it is None. ``balance``
+    returns what is added to the mean loss of each microbatch, after its forward.
     """
     trained = copy.deepcopy(model)
     if dtype is not None:
@@ -121,8 +123,12 @@ def train_reference(
     norms: list[float] = []
     for batch, target in batches:
         parts = cut_batch(*_cast((batch, target), dtype), accumulate)
-        told = [apply_loss(loss, call_module(trained, x), y) for x, y, _ in parts]
-        mean = torch.stack([each.total for each in told]).sum() / sum(each.count for each in told)
+        told = []
+        for x, y, _ in parts:
+            each = apply_loss(loss, call_module(trained, x), y)
+            added = 0.0 if balance is None else balance(trained) * each.count
+            told.append((each.total + added, each.count))
+        mean = torch.stack([total for total, _ in told]).sum() / sum(count for _, count in told)
         mean.backward()
         losses.append(mean.item())
         own = ((name, parameter.grad) for name, parameter in trained.named_parameters())

@@ -31,6 +31,7 @@ PLAN = "model.layers.*.mlp.experts"
 SIZES = [1, 3]
 """Rows of the batch that each rank reads."""
 VOCABULARY, LENGTH = 31, 6
+BIAS = "e_score_correction_bias"
 
 
 def _trained(kind: Any, config: Any) -> Any:
@@ -402,6 +403,29 @@ def check_tensor() -> None:
 def test_ranks_of_one_sample_count_once(ranks: Ranks) -> None:
     """Mutant bias_sum_over_tensor."""
     ranks(2, check_tensor)
+
+
+def check_others_whole() -> None:
+    """Experts of one layer are split, and those of the other, as many, are not."""
+    plain = deepseek()
+    for name in ("0", "1"):
+        many = copy.deepcopy(plain)
+        own = many.model.layers.get_submodule("1" if name == "0" else "0").mlp.gate
+        plan = {f"model.layers.{name}.mlp.experts": ExpertParallel()}
+        mw.parallelize_module(many, mesh_of(1, 2)["ep"], plan)
+        before = [bias.clone() for bias in biases(many)]
+        many(**part(batch()))
+        balance_experts(many, rate=0.5)
+        kept = [torch.equal(*pair) for pair in zip(before, biases(many), strict=True)]
+        assert kept == [name == "1", name == "0"]
+        many.model.layers.get_submodule(name).mlp.gate.register_buffer(BIAS, None)
+        with pytest.raises(ValueError, match="found none. Balance by auxiliary_loss instead"):
+            balance_experts(many, rate=0.5)
+        assert torch.equal(own.e_score_correction_bias, before[name == "0"])
+
+
+def test_biases_of_experts_that_are_not_split_stay(ranks: Ranks) -> None:
+    ranks(2, check_others_whole)
 
 
 # -------------------------------------------------------------------------------- refusals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,15 +17,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 import meshwright as mw
 from fuzz.blocks import linears_of
 from fuzz.cases import Case
+from fuzz.mixtures import mixtures_in
 from fuzz.models import build, call, last_of, loss_of, output_of
 from fuzz.optimizers import OPTIMIZERS, optimizer_of
 from meshwright.comm import communicator
 from meshwright.data_parallel import FSDPModule, batch_norms, synchronize_batch_norm
+from meshwright.expert_parallel import (
+    ExpertParallel,
+    auxiliary_loss,
+    balance_experts,
+    z_loss,
+)
 from meshwright.fsdp import (
     BackwardPrefetch,
     CustomPolicy,
@@ -35,18 +42,40 @@ from meshwright.fsdp import (
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import DeviceMesh, init_device_mesh
-from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
+from meshwright.plan import (
+    BucketPlan,
+    ExpertPlan,
+    PipelinePlan,
+    Plan,
+    ShardPlan,
+    TensorPlan,
+    TrainPlan,
+)
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support.in_backward import apply_in_backward
 from support.internals.axes import Axes
 
-__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of", "step_in_backward"]
+__all__ = [
+    "AUXILIARY",
+    "CLIP",
+    "RATE",
+    "Z_LOSS",
+    "ByHand",
+    "Laid",
+    "Part",
+    "Planned",
+    "lay_out",
+    "losses_of",
+    "split_in",
+    "step_in_backward",
+]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of one pass."""
 
 WHOLE = StateDictOptions(full_state_dict=True)
 CLIP = 0.05
+AUXILIARY, Z_LOSS, RATE = 0.3, 0.05, 0.02
 
 
 class Laid(Protocol):
@@ -75,14 +104,29 @@ class Laid(Protocol):
 
 
 def losses_of(
-    case: Case, model: nn.Module, plain: nn.Module, x: torch.Tensor, target: torch.Tensor
+    case: Case,
+    model: nn.Module,
+    plain: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    auxiliary: Callable[[], torch.Tensor],
+    z: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """The loss of a pass of ``model``, which is ``plain`` or wraps it, as the loop computes it."""
+    """The loss of a pass of ``model``, which is ``plain`` or wraps it, as the loop computes it.
+
+    ``auxiliary`` and ``z`` are the losses of the last forward that balance experts.
+    """
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        loss = _loss_of_one(case, model, plain, x, target)
+        loss = loss + AUXILIARY * auxiliary() if "auxiliary" in case.loop else loss
+        return loss + Z_LOSS * z() if "z loss" in case.loop else loss
+
     if "gradient of input" in case.loop:
         x = x.clone().requires_grad_()
-    loss = _loss_of_one(case, model, plain, x, target)
+    loss = once(x)
     if "two forwards" in case.loop:
-        loss = (loss + _loss_of_one(case, model, plain, x * 0.5, target)) / 2
+        loss = (loss + once(x * 0.5)) / 2
     if "gradient of input" in case.loop:
         torch.autograd.grad(loss, x, retain_graph=True)
     return loss
@@ -164,6 +208,35 @@ def _cut(model: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
     return mw.parallelize_module(model, mesh, styles)
 
 
+def split_in(case: Case, model: nn.Module) -> list[str]:
+    """The modules of experts that axis expert splits."""
+    names = [name for name, _ in mixtures_in(model)]
+    return names[:1] if "others whole" in case.options else names
+
+
+def _expert_mesh(case: Case) -> DeviceMesh:
+    count, replicas = case.expert_ranks, 2 if "hybrid" in case.layout else 1
+    sizes = (replicas, case.data_ranks // replicas // count, count, case.tensor_ranks)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "ep", "tensor"))
+
+
+def _with_experts(model: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
+    """Experts over ranks, and all else over the same ranks, as a program of torch has it."""
+    style = ExpertParallel(exchange="pairs" if "pairs" in case.options else "tokens")
+    if case.tensor_ranks > 1:
+        _cut(model, case, mesh["tensor"])
+    mw.parallelize_module(model, mesh["ep"], dict.fromkeys(split_in(case, model), style))
+    dense = mesh["shard", "ep"]._flatten("dense")
+    match case.layout.split(", ")[-1]:
+        case "replicate":
+            return mw.replicate(model, device_mesh=dense)
+        case "fully_shard":
+            return _shard(model, case, dense)
+        case "hybrid":
+            return _shard(model, case, mesh["replicate", "dense"])
+    return model
+
+
 class ByHand:
     """A model that the program has wrapped itself."""
 
@@ -178,6 +251,9 @@ class ByHand:
                 "cpu", (case.data_ranks, case.tensor_ranks), mesh_dim_names=("data", "tensor")
             )
             data = communicator(mesh.get_group("data"))
+        elif case.layout.startswith("expert"):
+            mesh = _expert_mesh(case)
+            data = communicator(mesh["shard", "ep"]._flatten("dense").get_group())
         elif "hybrid" in case.layout:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         if batch_norms(model) and data.size > 1 and "own statistics" not in case.loop:
@@ -198,6 +274,8 @@ class ByHand:
 
     def _wrapped(self, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
         case = self.case
+        if mesh is not None and "expert" in case.layout:
+            return _with_experts(model, case, mesh)
         if mesh is not None and "tensor" in case.layout:
             model = _cut(model, case, mesh["tensor"])
             mesh = mesh["data"]
@@ -227,9 +305,24 @@ class ByHand:
                 is_last = number == len(parts) - 1 or "every pass" in self.case.loop
                 with self._passing(is_last):
                     loss = self._loss(x, target) / len(parts)
-                    loss.backward()
+                    (loss / self._own_sum).backward()
                 total += loss.detach()
+        if self._own_sum > 1:
+            self._sum_gradients()
         return total
+
+    @property
+    def _own_sum(self) -> int:
+        """Over how many ranks the program itself sums gradients."""
+        return self.case.world if self.case.layout == "expert" else 1
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Experts have had the tokens of all ranks."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                parameter.grad = parameter.grad.to_dense()
+                dist.all_reduce(parameter.grad)
 
     def _again(self) -> torch.Tensor:
         """What LBFGS calls."""
@@ -238,7 +331,11 @@ class ByHand:
         return self._pass(self._parts)
 
     def _loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return losses_of(self.case, self.model, self.plain, x, target)
+        return losses_of(
+            *(self.case, self.model, self.plain, x, target),
+            lambda: auxiliary_loss(self.plain, 1.0),
+            lambda: z_loss(self.plain, 1.0),
+        )
 
     @contextlib.contextmanager
     def _passing(self, is_last: bool) -> Iterator[None]:
@@ -274,6 +371,8 @@ class ByHand:
         if self.optimizer is not None:
             self.optimizer.step(*([self._again] if self.case.optimizer == "lbfgs" else []))
             self.optimizer.zero_grad(set_to_none="keep zeros" not in loop)
+        if "bias rate" in loop:
+            balance_experts(self.plain, RATE)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         if isinstance(self.model, FSDP):
@@ -444,6 +543,7 @@ def plan_of(case: Case, model: nn.Module) -> Plan:
         axes = dict(reversed([*axes.items()]))
     return Plan(
         axes=Axes.of(axes),
+        expert=_expert_plan(case, model) if "expert" in axes else ExpertPlan(),
         pipeline=PipelinePlan(
             schedule=case.schedule,  # pyrefly: ignore
             microbatches=case.microbatches,
@@ -468,6 +568,17 @@ def plan_of(case: Case, model: nn.Module) -> Plan:
             else None,
             flat="flat" in case.options,
         ),
+    )
+
+
+def _expert_plan(case: Case, model: nn.Module) -> ExpertPlan:
+    return ExpertPlan(
+        modules=(*split_in(case, model),) if "others whole" in case.options else "auto",
+        balance="global" if "auxiliary" in case.loop else None,
+        auxiliary=AUXILIARY * ("auxiliary" in case.loop),
+        z_loss=Z_LOSS * ("z loss" in case.loop),
+        bias_rate=RATE if "bias rate" in case.loop else None,
+        exchange="pairs" if "pairs" in case.options else "tokens",
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fuzz.blocks import Block
+from fuzz.mixtures import MIXTURES, know_routers
 from fuzz.odd_blocks import BLOCKS
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "ModelSpec",
     "build",
     "call",
+    "draw_mixture",
     "draw_model",
     "last_of",
     "loss_of",
     "output_of",
+    "with_experts",
 ]
 
 IN, OUT = 4, 3
@@ -32,6 +35,9 @@ IN, OUT = 4, 3
 TRAITS = ("keywords", "dict", "named tuple", "nested", "penalty", "skip", "gain", "tied")
 """What a model that is no chain may have beside its blocks."""
 
+ROUTED = "routed"
+"""The trait of a model that says itself which of its modules are routers, all alike."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -39,7 +45,7 @@ class ModelSpec:
 
     seed: int
     blocks: tuple[tuple[str, int], ...]
-    """Names of `BLOCKS`, each with what its draws begin with."""
+    """Names of `BLOCKS` and `MIXTURES`, each with what its draws begin with."""
     is_chain: bool
     traits: tuple[str, ...] = ()
 
@@ -103,12 +109,12 @@ def _tie(net: Net) -> None:
             first.setdefault(layer.weight.shape, layer)
 
 
-def draw_model(draw: random.Random) -> ModelSpec:
-    """Mostly a few usual blocks, and a few that are not."""
+def draw_model(draw: random.Random, share: float = 0.35) -> ModelSpec:
+    """Usual blocks, a ``share`` of all at least, and a few that are not."""
     usual = ("Widen", "Residual", "Widen", "Normed")
     names = [*BLOCKS]
     count = draw.randint(1, 5)
-    blocks = [draw.choice(usual if draw.random() < 0.35 else names) for _ in range(count)]
+    blocks = [draw.choice(usual if draw.random() < share else names) for _ in range(count)]
     is_chain = draw.random() < 0.5
     some = () if is_chain else draw.sample(TRAITS, draw.randint(0, 3))
     shapes = [each for each in some if each in ("dict", "named tuple", "nested")]
@@ -120,6 +126,24 @@ def draw_model(draw: random.Random) -> ModelSpec:
     )
 
 
+def draw_mixture(draw: random.Random, *, is_chain: bool) -> ModelSpec:
+    """A few blocks, one or two of which have experts."""
+    spec = draw_model(draw, 0.7)
+    blocks = spec.blocks[:3]
+    traits = () if is_chain else spec.traits if draw.random() < 0.5 else (ROUTED,)
+    spec = replace(spec, blocks=blocks, is_chain=is_chain, traits=traits)
+    return with_experts(draw, spec, draw.choice((1, 1, 2)))
+
+
+def with_experts(draw: random.Random, spec: ModelSpec, count: int) -> ModelSpec:
+    """``spec`` and ``count`` blocks with experts between its own."""
+    blocks, seed = [*spec.blocks], draw.randrange(2**16)
+    for _ in range(count):
+        seed = seed if ROUTED in spec.traits else draw.randrange(2**16)
+        blocks.insert(draw.randint(0, len(blocks)), (draw.choice([*MIXTURES]), seed))
+    return replace(spec, blocks=tuple(blocks))
+
+
 def build(spec: ModelSpec) -> nn.Module:
     """The model of ``spec``, in float64, with the same values every time."""
     before = torch.get_default_dtype()
@@ -129,11 +153,14 @@ def build(spec: ModelSpec) -> nn.Module:
             torch.manual_seed(spec.seed)
             width, made = IN, list[Block]()
             for name, seed in spec.blocks:
-                made.append(BLOCKS[name](width, random.Random(seed)))
+                made.append({**BLOCKS, **MIXTURES}[name](width, random.Random(seed)))
                 width = made[-1].width
             if spec.is_chain:
                 return nn.Sequential(*made, nn.Linear(width, OUT))
-            return Net(made, spec.traits)
+            net = Net(made, spec.traits)
+            if ROUTED in spec.traits:
+                know_routers(net)
+            return net
     finally:
         torch.set_default_dtype(before)
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fuzz.cases import CHANGED, STEPS, Case
-from fuzz.layouts import CLIP, Part, lay_out, losses_of, step_in_backward
+from fuzz.layouts import CLIP, RATE, Part, lay_out, losses_of, split_in, step_in_backward
+from fuzz.mixtures import Balance
 from fuzz.models import build, call, last_of, output_of
 from fuzz.optimizers import optimizer_of
 from meshwright.errors import (
@@ -42,6 +43,7 @@ Kind = Literal["same", "told", "refused", "followed", "no program", "differs", "
 EXPECTED_WARNINGS = re.compile(
     r"The `NO_SHARD` sharding strategy is deprecated|FSDP is switching to use `NO_SHARD`"
     r"|adds .* padding|We do not recommend wrapping such modules"
+    r"|Slicing a flattened dim from root mesh"
     r"|None of the inputs have requires_grad|clip_grad_norm_\(\) on rank \d+ with no gradients"
 )
 """What a case may be told, by us or by torch."""
@@ -128,8 +130,12 @@ class One:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model = build(case.model)
-        self.optimizer = optimizer_of(case)(self.model.parameters())
+        self._begin()
+
+    def _begin(self) -> None:
+        self.model = build(self.case.model)
+        self.balance = Balance(self.model, split_in(self.case, self.model))
+        self.optimizer = optimizer_of(self.case)(self.model.parameters())
 
     def train(self, step: int) -> float:
         return self._passes(step).item()
@@ -147,7 +153,8 @@ class One:
         ]
         total = torch.zeros(())
         for x, target in passes:
-            loss = losses_of(self.case, self.model, self.model, x, target) / len(passes)
+            balance = self.balance.auxiliary, self.balance.z
+            loss = losses_of(self.case, self.model, self.model, x, target, *balance) / len(passes)
             loss.backward()
             total += loss.detach()
         return total
@@ -161,6 +168,7 @@ class One:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step(*([self._again] if self.case.optimizer == "lbfgs" else []))
         self.optimizer.zero_grad(set_to_none="keep zeros" not in self.case.loop)
+        self.balance.move(RATE if "bias rate" in self.case.loop else 0.0)
 
     @torch.no_grad()
     def evaluate(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,8 +180,7 @@ class One:
 
     def begin_again(self) -> None:
         state = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        self.model = build(self.case.model)
-        self.optimizer = optimizer_of(self.case)(self.model.parameters())
+        self._begin()
         self.model.load_state_dict(state[0])
         self.optimizer.load_state_dict(state[1])
 

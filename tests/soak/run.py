@@ -20,13 +20,16 @@ LAST = 12
 
 ON_DEVICES = (
     *("gradients", "tensor_parallel", "pipelining", "composition", "recipes"),
-    *("data_parallel", "fsdp"),
+    *("data_parallel", "expert_parallel", "fsdp"),
 )
 """Rooms whose tests on ranks run on simulated devices."""
 
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {
         "5,000 cases of the fuzzer": ("tests/fuzz", "--cases", "5000"),
+        "1,000 cases of the fuzzer with axis expert": (
+            *("tests/fuzz", "--cases", "1000", "--experts"),
+        ),
         "ranks killed at any moment": ("tests/soak/kills.py",),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
@@ -35,6 +38,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "five idle minutes": ("tests/soak/idle.py",),
         "16 and 32 ranks": ("tests/soak/crowd.py",),
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
+        "300 steps of experts on 4 ranks as in one process": ("tests/soak/experts.py",),
     },
     "3": {"whole products, and cases of random numbers": ("-m", "pytest", "-m", "soak", "-n", "2")},
     "4": {

@@ -193,7 +193,9 @@ def pipelined(
     place(model, plan, everyone)
     given.carry(model)
     equalize(model, everyone)
-    names = list(model.state_dict())
+    # A list of experts is saved under other names than its parameters have.
+    trained = (name for name, _ in model.named_parameters())
+    names = list(dict.fromkeys([*model.state_dict(), *trained]))
     draws = apply_dropout(model, plan)
     cut, experts = ModelCut.of(model, plan), expert_styles(model, plan)
     moved = moved_to(example, everyone)

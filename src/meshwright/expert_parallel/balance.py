@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.expert_parallel.forms import form_of
 from meshwright.expert_parallel.layer import ExpertLayer
 from meshwright.expert_parallel.routing import OWN_LOSS, RECORDED, ROUTING, TALLY, Logits, Routing
 from meshwright.gradients import mean_axes
@@ -98,7 +99,9 @@ def balance_experts(model: nn.Module, rate: float | torch.Tensor = 1e-3) -> None
     Raises ValueError for a model without such a buffer, or with one of fewer bits than float32.
     """
     layers = _layers(model, "balance_experts")
-    biases = {name: bias for name in layers if (bias := _bias_of(model, name, layers)) is not None}
+    every = [name for name, part in model.named_modules() if form_of(part) is not None]
+    found = ((name, _bias_of(model, name, layer, every)) for name, layer in layers.items())
+    biases = {name: bias for name, bias in found if bias is not None}
     narrow = [str(bias.dtype) for bias in biases.values() if bias.dtype.itemsize < 4]
     if narrow or not biases:
         raise ValueError(
@@ -114,12 +117,17 @@ def balance_experts(model: nn.Module, rate: float | torch.Tensor = 1e-3) -> None
             vars(layers[name])[TALLY] = (vars(layers[name])[TALLY][0], -1)
 
 
-def _bias_of(model: nn.Module, name: str, layers: Mapping[str, ExpertLayer]) -> torch.Tensor | None:
-    """Return the bias in the largest block around the experts ``name`` that holds no others."""
-    experts = layers[name]._meshwright_style.experts
+def _bias_of(
+    model: nn.Module, name: str, layer: ExpertLayer, every: Sequence[str]
+) -> torch.Tensor | None:
+    """Return the bias in the largest block around the experts ``name`` that holds no others.
+
+    ``every`` names those that are not split, too.
+    """
+    experts = layer._meshwright_style.experts
     while name:
         name = name.rpartition(".")[0]
-        if sum(f"{other}.".startswith(f"{name}.".lstrip(".")) for other in layers) > 1:
+        if sum(f"{other}.".startswith(f"{name}.".lstrip(".")) for other in every) > 1:
             break
         for path, buffer in model.get_submodule(name).named_buffers():
             if path.rpartition(".")[2] == _BIAS and buffer.shape == (experts,):
@@ -173,8 +181,10 @@ def _layers(model: nn.Module, caller: str) -> dict[str, ExpertLayer]:
 
 def _routed(model: nn.Module, caller: str) -> tuple[list[Routing], tuple[Communicator, ...]]:
     """Return what routers have returned in the last forward, and the axes of data."""
-    axes = _data_axes(_layers(model, caller))
     known = dict.fromkeys(filter(None, (vars(part).get(ROUTING) for part in model.modules())))
+    # One process whose routers are recorded needs no experts on an axis.
+    is_whole = known and not any(isinstance(part, ExpertLayer) for part in model.modules())
+    axes = () if is_whole else _data_axes(_layers(model, caller))
     if not any(routing.has_routers for routing in known):
         raise ValueError(
             f"{caller}: no module of {type(model).__name__} is known to be a router. Give its "

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.streams import is_host
 from meshwright.layout import chunk
 
 
@@ -46,8 +47,19 @@ class Places:
 
     def summed(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Add up what became of each row."""
-        found = []
+        order = self.at.argsort()
+        if self.slots == 1:  # a permutation
+            return [x.index_select(0, order) for x in tensors]
+        found: list[torch.Tensor] = []
         for x in tensors:
+            if is_host(x.device) and x.element_size() > 2:  # one row after the other
+                at = self.at
+                if self.slots > 2:  # of two, the order does not matter
+                    at, x = at.index_select(0, order), x.index_select(0, order)
+                total = x.new_zeros((self.rows, *x.shape[1:]))
+                # Of columns of something wider it would add up each number by itself.
+                found.append(total.index_add_(0, at // self.slots, x.contiguous()))
+                continue
             every = x.new_zeros((self.rows * self.slots, *x.shape[1:]))
             every.index_copy_(0, self.at, x)
             found.append(every.unflatten(0, (self.rows, self.slots)).sum(1))
@@ -89,15 +101,18 @@ class Route:
     ) -> list[torch.Tensor]:
         if len(tensors) == 1:
             return [exchanged(tensors[0].contiguous(), self.axis, going, coming, label)]
-        parts = [x.contiguous().view(torch.uint8) for x in tensors]
-        found = exchanged(torch.cat(parts, 1), self.axis, going, coming, label)
-        arrived = []
-        columns = found.split([part.shape[1] for part in parts], 1)
-        for x, column in zip(tensors, columns, strict=True):
-            rows = x.new_empty((len(found), *x.shape[1:]))
-            rows.view(torch.uint8).copy_(column)
-            arrived.append(rows)
-        return arrived
+        # What is beside the first tensor travels as further columns of it, which stay where they
+        # arrive: rows are large.
+        first, *beside = tensors
+        parts = [x.contiguous().view(torch.uint8) for x in beside]
+        widths = [part.shape[1] for part in parts]
+        rest = -sum(widths) % first.element_size()
+        columns = torch.cat([*parts, parts[0].new_zeros((len(first), rest))], 1).view(first.dtype)
+        found = exchanged(torch.cat([first, columns], 1), self.axis, going, coming, label)
+        rows, columns = found.tensor_split([first.shape[1]], 1)
+        arrived = columns.contiguous().view(torch.uint8).split([*widths, rest], 1)
+        pairs = zip(beside, arrived, strict=False)
+        return [rows, *(column.contiguous().view(x.dtype) for x, column in pairs)]
 
 
 def exchanged(

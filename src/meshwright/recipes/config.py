@@ -246,6 +246,13 @@ class TrainConfig:
                 involves=(("axes",), ("train", "accumulate")),
             )
         yield from self._conflicts()
+        if self.run.check_parity and self.plan.expert.bias_rate is not None:
+            yield Problem(
+                ("run", "check_parity"),
+                "[run] check_parity trains one process, which moves no biases of routers: leave "
+                "it out, or [expert] bias_rate",
+                involves=(("expert", "bias_rate"),),
+            )
         # Rounded to zero, it lets AdamW divide zero by zero, and the weights become NaN.
         moments = self.plan.precision.optimizer or self.plan.precision.parameters
         is_adamw = not self.optimizer.factory

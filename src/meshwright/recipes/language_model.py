@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from meshwright.expert_parallel import experts
+from meshwright.expert_parallel.routing import RECORDED
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import ModelConfig, OptimizerConfig
 
@@ -36,6 +37,8 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # As models of Hugging Face say which of their modules are routers, for auxiliary losses.
+        vars(self)[RECORDED] = {"router_logits": Router}
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
@@ -124,19 +127,26 @@ class FeedForward(nn.Module):
         return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
+class Router(nn.Linear):
+    """Logits of the experts of each token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.dim, config.experts, bias=False)
+        self.top_k = config.top_k
+
+
 class Mixture(nn.Module):
     """The sum of a token's ``top_k`` experts, weighed by their share of the router's softmax."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.top_k = config.top_k
-        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.router = Router(config)
         self.experts = experts(Experts(config))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the output ``(B, T, D)``."""
         x_ND = x_BTD.flatten(0, 1)
-        weights_NK, indices_NK = self.router(x_ND).softmax(-1).topk(self.top_k)
+        weights_NK, indices_NK = self.router(x_ND).softmax(-1).topk(self.router.top_k)
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         return self.experts(x_ND, indices_NK, weights_NK).view_as(x_BTD)
 

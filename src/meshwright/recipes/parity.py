@@ -23,7 +23,10 @@ from meshwright.comm import Communicator, phase
 from meshwright.composition import parallelize
 from meshwright.composition.example_run import evaluating
 from meshwright.errors import ParityError
+from meshwright.expert_parallel import auxiliary_loss, z_loss
+from meshwright.expert_parallel.routing import record_routers
 from meshwright.gradients import call_module
+from meshwright.plan import ExpertPlan
 from meshwright.precision import Precision
 from meshwright.recipes.language_model import learning_rate, set_learning_rate
 from meshwright.recipes.task import Built, Task, to_device
@@ -148,6 +151,7 @@ def _compare(
             optimizer=_optimizer(task),
             loss=built.loss,
             clip_norm=plan.train.clip_norm,
+            balance=_balance(built.model, plan.expert),
         )
     finally:
         torch.set_num_threads(threads)
@@ -156,6 +160,20 @@ def _compare(
         return str(found), found.error, "", reference.losses
     error, place = _largest(parallel, reference)
     return "", error, place, reference.losses
+
+
+def _balance(model: nn.Module, expert: ExpertPlan) -> Callable[[nn.Module], Tensor] | None:
+    """Return what adds to a loss of one process that which keeps experts evenly used."""
+    if not expert.auxiliary and not expert.z_loss:
+        return None
+    record_routers(model)
+
+    def terms(trained: nn.Module) -> Tensor:
+        # A coefficient of 0 needs no formula, which some models do not have.
+        kinds = ((auxiliary_loss, expert.auxiliary), (z_loss, expert.z_loss))
+        return torch.stack([make(trained, factor) for make, factor in kinds if factor]).sum()
+
+    return terms
 
 
 def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:

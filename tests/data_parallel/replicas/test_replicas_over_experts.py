@@ -437,6 +437,11 @@ def body_refused(layout: tuple[int, ...]) -> None:
     state_of(hooked).register_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match="'experts.0.up' is a parameter of experts, whose"):
         hooked(given[0])
+    called = replicate(split(net(), mesh), device_mesh=dense)
+    lent = {name: 0.5 * parameter for name, parameter in called.named_parameters()}
+    with pytest.raises(RuntimeError, match="functional_call gives experts 'experts.0.up', a DT"):
+        torch.func.functional_call(called, lent, (given[0],))
+    torch.func.functional_call(called, dict(called.named_parameters()), (given[0],))
 
 
 def test_what_is_refused(ranks: Ranks) -> None:

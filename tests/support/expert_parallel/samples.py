@@ -25,7 +25,7 @@ class Fused(nn.Module):
     ``kind``: "" as Mixtral has them, "gpt_oss", "no gate" or "post norm".
     """
 
-    def __init__(self, experts: int, kind: str = "") -> None:
+    def __init__(self, experts: int, kind: str = "", d: int = D, f: int = F) -> None:
         super().__init__()
         oss = kind == "gpt_oss"
         self.kind, self.num_experts = kind, experts
@@ -34,17 +34,17 @@ class Fused(nn.Module):
         self.has_post_expert_norm = kind == "post norm"
         self.config = SimpleNamespace(output_router_logits=False)
         self.act_fn = nn.SiLU()
-        width = 2 * F if self.has_gate else F
-        first = (experts, D, width) if oss else (experts, width, D)
-        second = (experts, F, D) if oss else (experts, D, F)
+        width = 2 * f if self.has_gate else f
+        first = (experts, d, width) if oss else (experts, width, d)
+        second = (experts, f, d) if oss else (experts, d, f)
         up = "gate_up_proj" if self.has_gate else "up_proj"
         self.register_parameter(up, nn.Parameter(torch.randn(first)))
         self.down_proj = nn.Parameter(torch.randn(second))
         if oss:
             self.gate_up_proj_bias = nn.Parameter(torch.randn(experts, width))
-            self.down_proj_bias = nn.Parameter(torch.randn(experts, D))
+            self.down_proj_bias = nn.Parameter(torch.randn(experts, d))
         if self.has_post_expert_norm:
-            self.post_expert_norm = nn.LayerNorm(D)
+            self.post_expert_norm = nn.LayerNorm(d)
 
     def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "gpt_oss":
@@ -77,11 +77,11 @@ class Fused(nn.Module):
 class Own(nn.Module):
     """A user's module of experts: it loops over the experts that have tokens."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, d: int = D) -> None:
         super().__init__()
         self.num_experts = experts
         self.w, self.scale = (
-            nn.Parameter(torch.randn(experts, D, D)),
+            nn.Parameter(torch.randn(experts, d, d)),
             nn.Parameter(torch.randn(experts)),
         )
 
@@ -102,11 +102,11 @@ class Own(nn.Module):
 class GroupedExperts(nn.Module):
     """As torchtitan has them: rows sorted by expert, and counts."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, d: int = D, f: int = F) -> None:
         super().__init__()
         self.num_experts = experts
-        self.w1, self.w3 = (nn.Parameter(torch.randn(experts, F, D)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(experts, D, F))
+        self.w1, self.w3 = (nn.Parameter(torch.randn(experts, f, d)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(experts, d, f))
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         parts = x.split(num_tokens_per_expert.tolist())
@@ -122,9 +122,9 @@ class GroupedExperts(nn.Module):
 class Grouped(nn.Module):
     """A `GroupedExperts` behind the forward of the others."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, d: int = D, f: int = F) -> None:
         super().__init__()
-        self.num_experts, self.grouped = experts, GroupedExperts(experts)
+        self.num_experts, self.grouped = experts, GroupedExperts(experts, d, f)
 
     def forward(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
@@ -134,7 +134,7 @@ class Grouped(nn.Module):
         counts = torch.bincount(indices.flatten(), minlength=self.num_experts)
         rows = self.grouped(x[order // k], counts)
         back = torch.zeros_like(rows).index_copy(0, order, rows)
-        return (back.view(len(x), k, D) * weights.unsqueeze(-1)).sum(1)
+        return (back.view(len(x), k, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
 
 
 FORMS: dict[str, Callable[[int], nn.Module]] = {

@@ -12,7 +12,7 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.checks.starting_state": "synchronize",
         "meshwright.data_parallel.checks.step_watch": "StepWatch, Steps",
         "meshwright.data_parallel.checks.forward_writes": "BatchBuffers",
-        "meshwright.data_parallel.distributed_parameters": "MARK",
+        "meshwright.data_parallel.distributed_parameters": "_Lent, MARK",
         "meshwright.data_parallel.modules.batch_norm": "LocalStatistics",
         "meshwright.data_parallel.modules.checkpoint_names": "SteppedOver",
         "meshwright.data_parallel.modules.nested": "Loan, tensors_kept_by",

@@ -6,7 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.tensor_parallel": "layers",
+        "meshwright.tensor_parallel": "functions, layers",
         "meshwright.tensor_parallel.checks.equality": "look_at_bits",
         "meshwright.tensor_parallel.checks.passes": "Passes",
         "meshwright.tensor_parallel.functions": (

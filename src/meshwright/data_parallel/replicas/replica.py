@@ -370,6 +370,8 @@ class Replica:
         """
         found, reducer = self._held.look(), self.reducer
         was_lent, self._was_lent = self._was_lent, self._held.is_lent
+        if self._was_lent:
+            self._refuse_lent_experts()
         if found is reducer.named:
             return
         known = {id(parameter) for _, parameter in reducer.named}
@@ -433,6 +435,19 @@ class Replica:
         if self.options.broadcast_buffers and self.reducer.is_wanted:
             self.buffers.follow()
         return not self._held.is_lent
+
+    def _refuse_lent_experts(self) -> None:
+        """Gradients of experts are divided on their leaves, which computed tensors do not have."""
+        meshes = [exchanged_over(part) for part in self._held.module.modules()]
+        for name, tensor in (lent_now() or {}).items():
+            rest = None if tensor.is_leaf else known_at_rest(tensor)
+            if rest is not None and rest.mesh in meshes and rest.mesh.size() > 1:
+                raise RuntimeError(
+                    f"a torch.func.functional_call gives experts {name!r}, a DTensor that is "
+                    "computed from others: its gradient would be a sum over the ranks that "
+                    "exchange tokens, where that of the replica is a mean. Give it parameters, "
+                    "or change them in place"
+                )
 
     @constant
     def _buffer_names(self) -> str:

@@ -169,7 +169,7 @@ class GradientLine:
             return
         if self._gaps:
             foreach_zero_(self._gaps)
-        if is_full and self._is_whole:
+        if is_full and self._is_whole and self._targets:
             foreach_copy_(self._targets, present)
             return
         targets, sources = self._pairs(gradients)

@@ -209,7 +209,8 @@ def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
     if rest is None:
         return False
     over = zip(mesh_communicators(rest.mesh, "tensor"), rest.placements, strict=True)
-    return any(each.ranks == axis.ranks and not is_replicated(placed) for each, placed in over)
+    # Shards over more ranks differ on these, too: those of all data ranks, on axis expert.
+    return any({*axis.ranks} <= {*c.ranks} and not is_replicated(placed) for c, placed in over)
 
 
 def look_at_bits(
