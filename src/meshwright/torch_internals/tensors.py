@@ -17,6 +17,8 @@ from meshwright.torch_internals.required import required
 
 __all__ = [
     "COMPARISON",
+    "EFFICIENT_ATTENTION",
+    "FLASH_ATTENTION",
     "FakeTensor",
     "FakeTensorMode",
     "Future",
@@ -116,6 +118,15 @@ without_rules = tuple(
 """Elementwise operators on lists for which torch has no DTensor rule."""
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
+
+FLASH_ATTENTION, EFFICIENT_ATTENTION = (
+    tuple(
+        required(f"torch.ops.aten._scaled_dot_product_{name}{end}", "computes attention by parts")
+        for end in ("", "_backward")
+    )
+    for name in ("flash_attention_for_cpu", "efficient_attention")
+)
+"""Attention on the host, and on CUDA, that returns a log-sum-exp; and the backward of each."""
 
 COMPARISON = "torch.testing._comparison"
 """The file of torch that `torch.testing.assert_close` compares in."""
