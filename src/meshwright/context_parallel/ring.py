@@ -80,7 +80,7 @@ def ring_attention(
         axis.rank,
         (words.causal, words.window, words.chunk),
         # By its values: a loader may write into one buffer again and again.
-        None if padding is None else padding.cpu().bool().numpy().tobytes(),
+        None if padding is None else padding.to("cpu", torch.bool).numpy().tobytes(),
         len(q),
         q.device,
         HOST_QUERIES if is_host(q.device) else DEVICE_QUERIES,

@@ -63,9 +63,10 @@ class Inputs:
             for heads, d in shapes
         )
         self.sinks = torch.randn(queries, generator=draw).to(dtype) if case.sinks else None
+        # Of the host, also where tests have a simulated device.
+        at = ContextSplit.of([[self.length]], 1).positions(0)[0]
         padding = None
         if case.padded:
-            at = torch.arange(self.length)
             padding = torch.stack(
                 [at < self.length - n if n >= 0 else at >= -n for n in case.padded]
             )
@@ -73,11 +74,11 @@ class Inputs:
         self.split = ContextSplit.of(
             case.documents, comm.communicator().size, case.method, max_share=0.4
         )
-        at = torch.arange(self.length)
         documents = self.split.documents()
         self.mask = self.words.allowed(at, at, (documents, documents)).unsqueeze(1)
         if padding is not None:
             self.mask = self.mask & padding[:, None, None]
+        self.mask = self.mask.to(comm.communicator().device)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
