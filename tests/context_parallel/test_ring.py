@@ -15,7 +15,6 @@ from meshwright import comm
 from meshwright.comm import Recorder, observe
 from meshwright.testing import Ending, Ranks, RanksFailed
 from meshwright.testing.simulated import device_of
-from meshwright.timeline import Collective
 from support.context_parallel.attention import (
     KINDS,
     METHODS,
@@ -30,6 +29,7 @@ from support.internals.context_parallel import (
     plan_blocks,
     ring_attention,
 )
+from support.internals.timeline import Collective
 
 ONE = ((29,),)
 PACKED = ((13, 1, 9, 6),)

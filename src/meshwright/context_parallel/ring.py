@@ -107,7 +107,7 @@ class _Keys(NamedTuple):
         return x if self.at is None else x.index_select(2, self.at)
 
 
-class _Block(NamedTuple):
+class _AttentionBlock(NamedTuple):
     """Queries, and a range of the keys of a part."""
 
     queries: slice
@@ -125,9 +125,9 @@ class _Part:
     """The first of them that each query sees."""
     stop: torch.Tensor
     """The one after the last."""
-    blocks: Sequence[_Block]
+    blocks: Sequence[_AttentionBlock]
 
-    def bias(self, block: _Block, dtype: torch.dtype, *, forward: bool) -> tuple[Any, Any]:
+    def bias(self, block: _AttentionBlock, dtype: torch.dtype, *, forward: bool) -> tuple[Any, Any]:
         """Return the float mask of a block, and which of its queries see nothing of it."""
         if block.is_full:
             return None, None
@@ -141,7 +141,7 @@ class _Part:
         return bias.masked_fill_(~seen, -math.inf)[None, None], blind
 
 
-class _Rows(NamedTuple):
+class _RowGroup(NamedTuple):
     """Rows of the batch that have the same documents and padding."""
 
     rows: slice
@@ -160,7 +160,7 @@ def _plan(
     rows: int,
     device: torch.device,
     queries: int,
-) -> list[_Rows]:
+) -> list[_RowGroup]:
     """Plan the attention of ``rank``, on the host. All layers and passes of a batch share it."""
     splits = split.rows * (rows if len(split.rows) == 1 else 1)
     each = [padding] * rows
@@ -168,12 +168,12 @@ def _plan(
         count = len(padding) // split.length
         lines = [padding[i * split.length : (i + 1) * split.length] for i in range(count)]
         each = lines * (rows if count == 1 else 1)
-    found: list[_Rows] = []
+    found: list[_RowGroup] = []
     start = 0
     for (row, kept), same in itertools.groupby(zip(splits, each, strict=True)):
         stop = start + len(list(same))
         parts, sent = _plan_row(row, kept, MaskWords(*words), rank, device, queries)
-        found.append(_Rows(slice(start, stop), parts, sent))
+        found.append(_RowGroup(slice(start, stop), parts, sent))
         start = stop
     return found
 
@@ -221,7 +221,7 @@ def _plan_row(
     return parts, sent
 
 
-def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_Block]:
+def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_AttentionBlock]:
     """Cut the queries of a part into blocks of ``most``, each with the range of keys it sees.
 
     They are also cut where the range jumps, so a block of short documents sees little of others.
@@ -229,7 +229,7 @@ def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_Block]:
     jumps = (1 + (first.diff() + stop.diff() > most // 4).nonzero().flatten()).tolist()
     seeing = (stop > first).nonzero().flatten().tolist()
     firsts, stops = first.tolist(), stop.tolist()
-    found: list[_Block] = []
+    found: list[_AttentionBlock] = []
     at = 0
     while at < len(seeing):
         start = seeing[at]
@@ -242,7 +242,7 @@ def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_Block]:
             inner = outer = high
         for a, b, full in ((low, inner, False), (inner, outer, True), (outer, high, False)):
             if a < b:
-                found.append(_Block(slice(start, end), slice(a, b), full))
+                found.append(_AttentionBlock(slice(start, end), slice(a, b), full))
     return found
 
 
@@ -253,7 +253,7 @@ def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_Block]:
 class _Ring:
     axis: Communicator
     label: str
-    plan: list[_Rows]
+    plan: list[_RowGroup]
     scale: float
 
     def forward(

@@ -119,14 +119,22 @@ without_rules = tuple(
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
 
-FLASH_ATTENTION, EFFICIENT_ATTENTION = (
-    tuple(
-        required(f"torch.ops.aten._scaled_dot_product_{name}{end}", "computes attention by parts")
-        for end in ("", "_backward")
+FLASH_ATTENTION = tuple(
+    required(f"torch.ops.aten.{name}", "computes attention by parts of the keys")
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
-    for name in ("flash_attention_for_cpu", "efficient_attention")
 )
-"""Attention on the host, and on CUDA, that returns a log-sum-exp; and the backward of each."""
+"""The host's attention, which returns the log-sum-exp of the scores too; and its backward."""
+EFFICIENT_ATTENTION = tuple(
+    required(f"torch.ops.aten.{name}", "computes attention by parts of the keys")
+    for name in (
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    )
+)
+"""The same of CUDA."""
 
 COMPARISON = "torch.testing._comparison"
 """The file of torch that `torch.testing.assert_close` compares in."""
