@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -62,7 +62,7 @@ def attention_by_heads(
     if axis.is_alone:
         return attend(q, k, v, own)
     way = _Way(axis, label, split)
-    here = untraced(_exchanged, way, heads, False, q, k, v)
+    here: Any = untraced(_HeadExchange.apply, way, heads, False, "forward", q, k, v)
     out = attend(here[0], here[1], here[2], own)
     expected = (len(q), each, split.length, v.shape[3])
     if out.shape != expected:
@@ -70,7 +70,8 @@ def attention_by_heads(
             f"axis {axis.axis}: attention of '{label}' on rank {axis.rank} returned shape "
             f"{tuple(out.shape)}, expected {expected}: batch, heads, positions, features"
         )
-    return untraced(_exchanged, way, heads[:1], True, out)[0]
+    back: Any = untraced(_HeadExchange.apply, way, heads[:1], True, "forward", out)
+    return back[0]
 
 
 def check_parts(
@@ -172,13 +173,6 @@ def _all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     if x.shape[2] != heads:
         x = x.unflatten(2, (heads, -1)).sum(3)
     return x.transpose(1, 2)
-
-
-def _exchanged(
-    way: _Way, heads: tuple[int, ...], back: bool, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    found = _HeadExchange.apply(way, heads, back, "forward", *tensors)
-    return cast("tuple[torch.Tensor, ...]", found)
 
 
 class _HeadExchange(torch.autograd.Function):

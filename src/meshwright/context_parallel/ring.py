@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -267,10 +267,9 @@ class _Ring:
 
         def compute(owner: int, pairs: list[_Pair]) -> None:
             for group, (keys, values) in zip(self.plan, pairs, strict=True):
-                part = group.parts[owner]
-                for block in part.blocks:
+                for block in group.parts[owner].blocks:
                     at = (group.rows, slice(None), block.queries)
-                    bias, blind = part.bias(block, q.dtype, forward=True)
+                    bias, blind = group.parts[owner].bias(block, q.dtype, forward=True)
                     here = keys[:, :, block.keys], values[:, :, block.keys]
                     y, its_lse = _attend(q[at], *here, bias, self.scale)
                     if blind is not None:
@@ -278,10 +277,8 @@ class _Ring:
                     _merge(out[at], lse[at], y, its_lse)
 
         self._in_steps(k, v, "forward", compute)
-        if sinks is not None:
-            whole = torch.logaddexp(lse, sinks.to(wide).view(-1, 1))
-            out *= (lse - whole).exp().unsqueeze(-1)
-            lse = whole
+        if sinks is not None:  # a key of each head, without a value
+            _merge(out, lse, out.new_zeros(1), sinks.to(wide).view(-1, 1))
         return out.to(q.dtype), lse
 
     def backward(
@@ -295,7 +292,6 @@ class _Ring:
     ) -> list[torch.Tensor]:
         """Return the gradients of q, k and v."""
         wide, size, rank = _wide(q), self.axis.size, self.axis.rank
-        lse = lse.masked_fill(lse == -math.inf, 0)  # all their weights are exp(-inf - 0) = 0
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         late: list[Callable[[], None]] = []
 
@@ -307,30 +303,26 @@ class _Ring:
 
         def compute(owner: int, pairs: list[_Pair]) -> None:
             held = [group.parts[owner].keys for group in self.plan]
-            sums = torch.zeros(self._numel(held, k, v), dtype=wide, device=q.device)
-            found = self._pairs(sums, held, k, v)
-            for group, pair, total in zip(self.plan, pairs, found, strict=True):
-                part = group.parts[owner]
-                for block in part.blocks:
+            message, sums = self._message(held, k, v, wide)
+            for group, pair, total in zip(self.plan, pairs, sums, strict=True):
+                for block in group.parts[owner].blocks:
                     at = (group.rows, slice(None), block.queries)
-                    bias, _ = part.bias(block, q.dtype, forward=False)
-                    here = [x[:, :, block.keys] for x in pair]
-                    of_q, *of_pair = _attend_backward(
-                        grad[at], q[at], (here[0], here[1]), out[at], lse[at], bias, self.scale
-                    )
+                    bias, _ = group.parts[owner].bias(block, q.dtype, forward=False)
+                    here = pair[0][:, :, block.keys], pair[1][:, :, block.keys]
+                    given = grad[at], q[at], here, out[at], lse[at], bias
+                    of_q, *of_pair = _attend_backward(*given, self.scale)
                     dq[at] += of_q
                     for x, summand in zip(total, of_pair, strict=True):
                         x[:, :, block.keys] += summand
-            step = (rank - owner) % size
-            if not step:
-                add(held, found)
+            if owner == rank:
+                add(held, sums)
                 return
+            step = (rank - owner) % size
             reader = (rank + step) % size
             sent = [group.sent[reader] for group in self.plan]
-            arriving = self._exchanged(
-                sums.to(k.dtype), owner, self._numel(sent, k, v), reader, f"{step} gradients"
-            )
-            late.append(lambda: add(sent, self._pairs(arriving(), sent, k, v)))
+            what = f"{step} gradients"
+            arriving = self._exchange(message.to(k.dtype), owner, sent, reader, k, v, what)
+            late.append(lambda: add(sent, arriving()))
             if len(late) > 1:
                 late.pop(0)()
 
@@ -348,16 +340,15 @@ class _Ring:
     ) -> None:
         """Call ``compute`` with the keys of each rank, while those of the next are on their way."""
         size, rank = self.axis.size, self.axis.rank
-        here = [
-            (g.parts[rank].keys.of(k[g.rows]), g.parts[rank].keys.of(v[g.rows])) for g in self.plan
-        ]
+        own = [(group.parts[rank].keys, group.rows) for group in self.plan]
+        here = [(keys.of(k[rows]), keys.of(v[rows])) for keys, rows in own]
         for step in range(1, size + 1):
-            arriving = self._keys_of(step, k, v, direction) if step < size else None
+            arriving = self._send_keys(step, k, v, direction) if step < size else None
             compute((rank - step + 1) % size, here)
             if arriving is not None:
                 here = arriving()
 
-    def _keys_of(
+    def _send_keys(
         self, step: int, k: torch.Tensor, v: torch.Tensor, direction: str
     ) -> Callable[[], list[_Pair]]:
         """Start to send own keys ``step`` ranks on, and to receive those of that many before."""
@@ -365,54 +356,50 @@ class _Ring:
         reader, owner = (rank + step) % size, (rank - step) % size
         going = [group.sent[reader] for group in self.plan]
         coming = [group.parts[owner].keys for group in self.plan]
-        sent = k.new_empty(self._numel(going, k, v))
-        for group, keys, room in zip(self.plan, going, self._pairs(sent, going, k, v), strict=True):
-            for x, into in zip((k[group.rows], v[group.rows]), room, strict=True):
+        message, room = self._message(going, k, v, k.dtype)
+        for group, keys, pair in zip(self.plan, going, room, strict=True):
+            for x, into in zip((k[group.rows], v[group.rows]), pair, strict=True):
                 into.copy_(keys.of(x))
-        arriving = self._exchanged(
-            sent, reader, self._numel(coming, k, v), owner, f"{step} {direction}"
-        )
-        return lambda: self._pairs(arriving(), coming, k, v)
+        return self._exchange(message, reader, coming, owner, k, v, f"{step} {direction}")
 
-    def _exchanged(
-        self, sent: torch.Tensor, to: int, numel: int, source: int, what: str
-    ) -> Callable[[], torch.Tensor]:
-        """Start to send to one rank and receive from another, where there is something."""
+    def _exchange(
+        self,
+        sent: torch.Tensor,
+        to: int,
+        kept: list[_Keys],
+        source: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        what: str,
+    ) -> Callable[[], list[_Pair]]:
+        """Start to send to one rank and to receive ``kept`` from another; no empty messages."""
+        found, pairs = self._message(kept, k, v, k.dtype)
         label = f"{self.label} ring step {what}"
-        found = sent.new_empty(numel)
-        transfers = [
-            Transfer(direction, x, peer, label=label)
-            for direction, x, peer in (("recv", found, source), ("send", sent, to))
-            if len(x)
-        ]
+        ways: list[tuple[Literal["recv", "send"], torch.Tensor, int]]
+        ways = [("recv", found, source), ("send", sent, to)]
+        transfers = [Transfer(way, x, peer, label=label) for way, x, peer in ways if len(x)]
         pendings = self.axis.batch(transfers) if transfers else []
 
-        def wait() -> torch.Tensor:
+        def wait() -> list[_Pair]:
             for pending in pendings:
                 pending.wait()
-            return found
+            return pairs
 
         return wait
 
-    def _numel(self, kept: list[_Keys], k: torch.Tensor, v: torch.Tensor) -> int:
-        each = k.shape[1] * (k.shape[-1] + v.shape[-1])
-        rows = (group.rows.stop - group.rows.start for group in self.plan)
-        return each * sum(n * keys.count for n, keys in zip(rows, kept, strict=True))
-
-    def _pairs(
-        self, flat: torch.Tensor, kept: list[_Keys], k: torch.Tensor, v: torch.Tensor
-    ) -> list[_Pair]:
-        """View a message as the keys and values of each group of rows."""
+    def _message(
+        self, kept: list[_Keys], k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[_Pair]]:
+        """Make a message, zeros, and views of it: keys and values of each group of rows."""
         shapes = [
             (group.rows.stop - group.rows.start, x.shape[1], keys.count, x.shape[-1])
             for group, keys in zip(self.plan, kept, strict=True)
             for x in (k, v)
         ]
-        views = [
-            line.view(shape)
-            for line, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)
-        ]
-        return [*zip(views[::2], views[1::2], strict=True)]
+        sizes = [*map(math.prod, shapes)]
+        message = torch.zeros(sum(sizes), dtype=dtype, device=k.device)
+        views = [x.view(s) for x, s in zip(message.split(sizes), shapes, strict=True)]
+        return message, [*zip(views[::2], views[1::2], strict=True)]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -439,10 +426,12 @@ class _RingAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         of_sinks = None
+        # Of a query that sees nothing all weights are exp(-inf - 0) = 0.
+        lse = lse.masked_fill(lse == -math.inf, 0)
         with torch.autocast(q.device.type, enabled=False):
             if sinks is not None:
                 weight = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
-                of_sinks = -(weight * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2))
+                of_sinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2))
                 of_sinks = of_sinks.to(sinks.dtype)
             return None, *ctx.ring.backward(_dense(grad), q, k, v, out, lse), of_sinks
 
