@@ -159,7 +159,7 @@ def _plan(
     padding: bytes | None,
     rows: int,
     device: torch.device,
-    queries: int,
+    most: int,
 ) -> list[_RowGroup]:
     """Plan the attention of ``rank``, on the host. All layers and passes of a batch share it."""
     splits = split.rows * (rows if len(split.rows) == 1 else 1)
@@ -172,19 +172,14 @@ def _plan(
     start = 0
     for (row, kept), same in itertools.groupby(zip(splits, each, strict=True)):
         stop = start + len(list(same))
-        parts, sent = _plan_row(row, kept, MaskWords(*words), rank, device, queries)
+        parts, sent = _plan_row(row, kept, MaskWords(*words), rank, device, most)
         found.append(_RowGroup(slice(start, stop), parts, sent))
         start = stop
     return found
 
 
 def _plan_row(
-    row: RowSplit,
-    kept: bytes | None,
-    words: MaskWords,
-    rank: int,
-    device: torch.device,
-    queries: int,
+    row: RowSplit, kept: bytes | None, words: MaskWords, rank: int, device: torch.device, most: int
 ) -> tuple[list[_Part], list[_Keys]]:
     alone = ContextSplit((row,))
     positions = [alone.positions(each)[0] for each in range(alone.ranks)]
@@ -216,7 +211,7 @@ def _plan_row(
     for other in range(alone.ranks):
         held, keys = keys_of(other, rank)
         a, b = torch.searchsorted(held, first), torch.searchsorted(held, stop)
-        parts.append(_Part(keys, a.to(device), b.to(device), _blocks(a, b, queries)))
+        parts.append(_Part(keys, a.to(device), b.to(device), _blocks(a, b, most)))
         sent.append(keys_of(rank, other)[1])
     return parts, sent
 
@@ -276,7 +271,7 @@ class _Ring:
                         its_lse = its_lse.masked_fill(blind, -math.inf)
                     _merge(out[at], lse[at], y, its_lse)
 
-        self._in_steps(k, v, "forward", compute)
+        self._in_steps((k, v), "forward", compute)
         if sinks is not None:  # a key of each head, without a value
             _merge(out, lse, out.new_zeros(1), sinks.to(wide).view(-1, 1))
         return out.to(q.dtype), lse
@@ -285,30 +280,29 @@ class _Ring:
         self,
         grad: torch.Tensor,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        pair: _Pair,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Return the gradients of q, k and v."""
         wide, size, rank = _wide(q), self.axis.size, self.axis.rank
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, *pair))
         late: list[Callable[[], None]] = []
 
-        def add(kept: list[_Keys], pairs: list[_Pair]) -> None:
-            for group, keys, pair in zip(self.plan, kept, pairs, strict=True):
-                for total, x in zip((dk[group.rows], dv[group.rows]), pair, strict=True):
+        def add(kept: list[_Keys], sums: list[_Pair]) -> None:
+            for group, keys, of_pair in zip(self.plan, kept, sums, strict=True):
+                for total, x in zip((dk[group.rows], dv[group.rows]), of_pair, strict=True):
                     x = x.to(wide)
                     total.add_(x) if keys.at is None else total.index_add_(2, keys.at, x)
 
         def compute(owner: int, pairs: list[_Pair]) -> None:
             held = [group.parts[owner].keys for group in self.plan]
-            message, sums = self._message(held, k, v, wide)
-            for group, pair, total in zip(self.plan, pairs, sums, strict=True):
+            message, sums = self._message(held, pair, wide)
+            for group, (keys, values), total in zip(self.plan, pairs, sums, strict=True):
                 for block in group.parts[owner].blocks:
                     at = (group.rows, slice(None), block.queries)
                     bias, _ = group.parts[owner].bias(block, q.dtype, forward=False)
-                    here = pair[0][:, :, block.keys], pair[1][:, :, block.keys]
+                    here = keys[:, :, block.keys], values[:, :, block.keys]
                     given = grad[at], q[at], here, out[at], lse[at], bias
                     of_q, *of_pair = _attend_backward(*given, self.scale)
                     dq[at] += of_q
@@ -321,46 +315,40 @@ class _Ring:
             reader = (rank + step) % size
             sent = [group.sent[reader] for group in self.plan]
             what = f"{step} gradients"
-            arriving = self._exchange(message.to(k.dtype), owner, sent, reader, k, v, what)
+            arriving = self._exchange(message.to(q.dtype), owner, sent, reader, pair, what)
             late.append(lambda: add(sent, arriving()))
             if len(late) > 1:
                 late.pop(0)()
 
-        self._in_steps(k, v, "backward", compute)
+        self._in_steps(pair, "backward", compute)
         for last in late:
             last()
-        return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
+        return [x.to(q.dtype) for x in (dq, dk, dv)]
 
     def _in_steps(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        direction: str,
-        compute: Callable[[int, list[_Pair]], None],
+        self, pair: _Pair, direction: str, compute: Callable[[int, list[_Pair]], None]
     ) -> None:
         """Call ``compute`` with the keys of each rank, while those of the next are on their way."""
         size, rank = self.axis.size, self.axis.rank
         own = [(group.parts[rank].keys, group.rows) for group in self.plan]
-        here = [(keys.of(k[rows]), keys.of(v[rows])) for keys, rows in own]
+        here = [(keys.of(pair[0][rows]), keys.of(pair[1][rows])) for keys, rows in own]
         for step in range(1, size + 1):
-            arriving = self._send_keys(step, k, v, direction) if step < size else None
+            arriving = self._send_keys(step, pair, direction) if step < size else None
             compute((rank - step + 1) % size, here)
             if arriving is not None:
                 here = arriving()
 
-    def _send_keys(
-        self, step: int, k: torch.Tensor, v: torch.Tensor, direction: str
-    ) -> Callable[[], list[_Pair]]:
+    def _send_keys(self, step: int, pair: _Pair, direction: str) -> Callable[[], list[_Pair]]:
         """Start to send own keys ``step`` ranks on, and to receive those of that many before."""
         size, rank = self.axis.size, self.axis.rank
         reader, owner = (rank + step) % size, (rank - step) % size
         going = [group.sent[reader] for group in self.plan]
         coming = [group.parts[owner].keys for group in self.plan]
-        message, room = self._message(going, k, v, k.dtype)
-        for group, keys, pair in zip(self.plan, going, room, strict=True):
-            for x, into in zip((k[group.rows], v[group.rows]), pair, strict=True):
-                into.copy_(keys.of(x))
-        return self._exchange(message, reader, coming, owner, k, v, f"{step} {direction}")
+        message, rooms = self._message(going, pair, pair[0].dtype)
+        for group, keys, room in zip(self.plan, going, rooms, strict=True):
+            for x, into in zip(pair, room, strict=True):
+                into.copy_(keys.of(x[group.rows]))
+        return self._exchange(message, reader, coming, owner, pair, f"{step} {direction}")
 
     def _exchange(
         self,
@@ -368,12 +356,11 @@ class _Ring:
         to: int,
         kept: list[_Keys],
         source: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        like: _Pair,
         what: str,
     ) -> Callable[[], list[_Pair]]:
         """Start to send to one rank and to receive ``kept`` from another; no empty messages."""
-        found, pairs = self._message(kept, k, v, k.dtype)
+        found, pairs = self._message(kept, like, sent.dtype)
         label = f"{self.label} ring step {what}"
         ways: list[tuple[Literal["recv", "send"], torch.Tensor, int]]
         ways = [("recv", found, source), ("send", sent, to)]
@@ -388,16 +375,16 @@ class _Ring:
         return wait
 
     def _message(
-        self, kept: list[_Keys], k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, kept: list[_Keys], like: _Pair, dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[_Pair]]:
         """Make a message, zeros, and views of it: keys and values of each group of rows."""
         shapes = [
             (group.rows.stop - group.rows.start, x.shape[1], keys.count, x.shape[-1])
             for group, keys in zip(self.plan, kept, strict=True)
-            for x in (k, v)
+            for x in like
         ]
         sizes = [*map(math.prod, shapes)]
-        message = torch.zeros(sum(sizes), dtype=dtype, device=k.device)
+        message = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
         views = [x.view(s) for x, s in zip(message.split(sizes), shapes, strict=True)]
         return message, [*zip(views[::2], views[1::2], strict=True)]
 
@@ -433,7 +420,7 @@ class _RingAttention(torch.autograd.Function):
                 weight = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
                 of_sinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2))
                 of_sinks = of_sinks.to(sinks.dtype)
-            return None, *ctx.ring.backward(_dense(grad), q, k, v, out, lse), of_sinks
+            return None, *ctx.ring.backward(_dense(grad), q, (k, v), out, lse), of_sinks
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, y: torch.Tensor, its_lse: torch.Tensor) -> None:
