@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -10,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
 from meshwright.testing import Ending, Ranks, RanksFailed
 from meshwright.testing.simulated import device_of
 from support.context_parallel.attention import (
+    CLOSE,
     KINDS,
     METHODS,
     Case,
@@ -26,6 +29,7 @@ from support.context_parallel.attention import (
 from support.internals.context_parallel import (
     ContextSplit,
     MaskWords,
+    attention_by_heads,
     plan_blocks,
     ring_attention,
 )
@@ -319,3 +323,41 @@ def test_a_rank_that_is_killed_in_a_step_is_named(ranks: Ranks, direction: str) 
     for text in texts:
         assert "rank 1 failed first" in text and "its process has ended" in text, text
     assert max(outcome.seconds for outcome in others) < 10
+
+
+def body_groups() -> None:
+    """The axis is some ranks of the world; recomputed; in a compiled function."""
+    world = comm.communicator()
+    axis = comm.subgroup(world, [[0, 2], [1, 3]], "context")
+    case = Case(PACKED, {}, (4, 2), sinks=True)
+    inputs = Inputs(case)
+    split = ContextSplit.of(case.documents, 2)
+
+    def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: range) -> torch.Tensor:
+            return inputs.attend(q, k, v, inputs.sinks[own.start : own.stop])
+
+        return attention_by_heads(q * 1.5, k, v, split, axis, attend, label="attn")
+
+    def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        words = {"scale": 0.3, "sinks": inputs.sinks, "label": "attn"}
+        return ring_attention(q * 1.5, k, v, split, axis, inputs.words, **words)
+
+    whole = [x.clone().requires_grad_() for x in inputs.given]
+    expected = inputs.attend(1.5 * whole[0], *whole[1:], inputs.sinks)
+    expected.backward(inputs.weigh)
+    for run in (heads, parts):
+        compiled = torch.compile(run, backend="eager")
+        again = functools.partial(checkpoint, run, use_reentrant=False)
+        for call in (run, again, compiled):
+            own = [split.part(x, axis.rank, 2).requires_grad_() for x in inputs.given]
+            found = call(*own)
+            torch.testing.assert_close(found, split.part(expected, axis.rank, 2), **CLOSE)
+            found.backward(split.part(inputs.weigh, axis.rank, 2))
+            for x, leaf in zip(own, whole, strict=True):
+                torch.testing.assert_close(x.grad, split.part(leaf.grad, axis.rank, 2), **CLOSE)
+
+
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
+def test_groups_recomputation_and_compilation(ranks: Ranks) -> None:
+    ranks(4, body_groups)

@@ -18,25 +18,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.untraced import untraced
 from meshwright.context_parallel.split import ContextSplit
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, range], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, range], Tensor]
 """Attention of whole sequences: q, k, v, and which query heads of the model these are."""
 
 
 def attention_by_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     split: ContextSplit,
     axis: Communicator,
     attend: Attend,
     *,
     label: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute attention of this rank's positions, (batch, query heads, n, dv).
 
     ``q`` (batch, query heads, n, d), ``k`` and ``v`` (batch, key heads, n, d and dv) are this
@@ -47,7 +48,7 @@ def attention_by_heads(
 
     Raises ValueError for numbers of heads that do not divide, and for other positions.
     """
-    check_parts(q, k, v, split, axis, label)
+    untraced(check_parts, q, k, v, split, axis, label)
     size, heads = axis.size, (q.shape[1], k.shape[1], v.shape[1])
     where = f"axis {axis.axis} = {size}: '{label}' has"
     to_do = 'Set method = "ring" in [context], which splits no heads'
@@ -75,12 +76,7 @@ def attention_by_heads(
 
 
 def check_parts(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    split: ContextSplit,
-    axis: Communicator,
-    label: str,
+    q: Tensor, k: Tensor, v: Tensor, split: ContextSplit, axis: Communicator, label: str
 ) -> None:
     """Refuse tensors that are not this rank's positions of ``split``."""
     own = sum(stop - start for start, stop in split.rows[0].parts[axis.rank])
@@ -94,7 +90,7 @@ def check_parts(
 
 
 @functools.lru_cache(maxsize=16)
-def _orders(split: ContextSplit, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _orders(split: ContextSplit, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Return the position of each token rank by rank, and the inverse: (length, rows), or None."""
     given = torch.cat([split.positions(rank) for rank in range(split.ranks)], 1)
     order = given.argsort(1)
@@ -112,8 +108,8 @@ class _Way:
     split: ContextSplit
 
     def moved(
-        self, tensors: Sequence[torch.Tensor], heads: Sequence[int], direction: str, *, back: bool
-    ) -> list[torch.Tensor]:
+        self, tensors: Sequence[Tensor], heads: Sequence[int], direction: str, *, back: bool
+    ) -> list[Tensor]:
         """Exchange tensors whose whole has ``heads`` heads, all of one dtype in one message."""
         if len({x.dtype for x in tensors}) > 1:
             pairs = zip(tensors, heads, strict=True)
@@ -151,7 +147,7 @@ class _Way:
         return arrived
 
 
-def _taken(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+def _taken(x: Tensor, order: Tensor | None) -> Tensor:
     """Order the tokens of ``x`` (tokens, rows, ..), each row by its column of ``order``."""
     if order is None:
         return x
@@ -160,14 +156,14 @@ def _taken(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return x[order, torch.arange(order.shape[1], device=x.device)]
 
 
-def _by_rank(x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+def _by_rank(x: Tensor, heads: int, size: int) -> Tensor:
     """Return the heads of each rank: (rank, n, rows, its heads, d)."""
     if heads % size:  # several ranks need one head
         x = x.repeat_interleave(size // heads, 1)
     return x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4)
 
 
-def _all_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _all_heads(x: Tensor, heads: int) -> Tensor:
     """Put all heads of this rank's positions together: the adjoint of `_by_rank`."""
     x = x.permute(2, 1, 0, 3, 4).flatten(2, 3)
     if x.shape[2] != heads:
@@ -183,15 +179,15 @@ class _HeadExchange(torch.autograd.Function):
         heads: tuple[int, ...],
         back: bool,
         direction: str,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.given = way, heads, not back
         return tuple(x.detach() for x in way.moved(tensors, heads, direction, back=back))
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
-        *grads: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         # A node of its own, so that a backward can be differentiated again.
         return None, None, None, None, *_HeadExchange.apply(*ctx.given, "backward", *grads)

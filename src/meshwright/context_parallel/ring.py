@@ -23,36 +23,38 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meshwright.comm import Communicator, Transfer
-from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.context_parallel.heads import check_parts
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.split import ContextSplit, RowSplit
 from meshwright.torch_internals.tensors import EFFICIENT_ATTENTION, FLASH_ATTENTION
+from meshwright.torch_internals.tracing import not_traced
 
 HOST_QUERIES, DEVICE_QUERIES = 256, 2048
 """The most queries of one call of an operator: no mask has more rows."""
 _EFFICIENT = (torch.float32, torch.bfloat16, torch.float16)
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
 
 
+@not_traced
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     split: ContextSplit,
     axis: Communicator,
     words: MaskWords,
     *,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     label: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute attention of this rank's positions, (batch, query heads, n, dv).
 
     ``q`` (batch, query heads, n, d), ``k`` and ``v`` (batch, key heads, n, d and dv) are this
@@ -90,7 +92,7 @@ def ring_attention(
     if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     ring = _Ring(axis, label, plan, scale)
-    return untraced(_RingAttention.apply, ring, _dense(q), _dense(k), _dense(v), sinks)
+    return _RingAttention.apply(ring, _dense(q), _dense(k), _dense(v), sinks)
 
 
 # ------------------------------------------------------------------- who needs which keys
@@ -99,11 +101,11 @@ def ring_attention(
 class _Keys(NamedTuple):
     """Some tokens of a rank."""
 
-    at: torch.Tensor | None
+    at: Tensor | None
     """Which of that rank's; None: all."""
     count: int
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         return x if self.at is None else x.index_select(2, self.at)
 
 
@@ -121,9 +123,9 @@ class _Part:
     """The keys of one rank that queries of this rank see."""
 
     keys: _Keys
-    first: torch.Tensor
+    first: Tensor
     """The first of them that each query sees."""
-    stop: torch.Tensor
+    stop: Tensor
     """The one after the last."""
     blocks: Sequence[_AttentionBlock]
 
@@ -187,7 +189,7 @@ def _plan_row(
     ends = torch.tensor(row.ends, device="cpu")
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     ranges: list[_Pair] = []
-    needed: list[torch.Tensor] = []
+    needed: list[Tensor] = []
     for held in positions:
         of = documents[held]
         first, stop = words.seen_from(held, begins[of], ends[of])
@@ -200,7 +202,7 @@ def _plan_row(
         if kept is not None:
             needed[-1] &= torch.frombuffer(bytearray(kept), dtype=torch.bool)
 
-    def keys_of(of: int, by: int) -> tuple[torch.Tensor, _Keys]:
+    def keys_of(of: int, by: int) -> tuple[Tensor, _Keys]:
         at = needed[by][positions[of]].nonzero().flatten()
         is_all = len(at) == len(positions[of])
         return positions[of][at], _Keys(None if is_all else at.to(device), len(at))
@@ -216,7 +218,7 @@ def _plan_row(
     return parts, sent
 
 
-def _blocks(first: torch.Tensor, stop: torch.Tensor, most: int) -> list[_AttentionBlock]:
+def _blocks(first: Tensor, stop: Tensor, most: int) -> list[_AttentionBlock]:
     """Cut the queries of a part into blocks of ``most``, each with the range of keys it sees.
 
     They are also cut where the range jumps, so a block of short documents sees little of others.
@@ -252,8 +254,8 @@ class _Ring:
     scale: float
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output and the lse, which has the sinks' part."""
         wide, (rows, heads, n, _) = _wide(q), q.shape
         # Heads next to each other in memory, as models go on with them.
@@ -277,13 +279,8 @@ class _Ring:
         return out.to(q.dtype), lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        pair: _Pair,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> list[torch.Tensor]:
+        self, grad: Tensor, q: Tensor, pair: _Pair, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
         """Return the gradients of q, k and v."""
         wide, size, rank = _wide(q), self.axis.size, self.axis.rank
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, *pair))
@@ -351,18 +348,12 @@ class _Ring:
         return self._exchange(message, reader, coming, owner, pair, f"{step} {direction}")
 
     def _exchange(
-        self,
-        sent: torch.Tensor,
-        to: int,
-        kept: list[_Keys],
-        source: int,
-        like: _Pair,
-        what: str,
+        self, sent: Tensor, to: int, kept: list[_Keys], source: int, like: _Pair, what: str
     ) -> Callable[[], list[_Pair]]:
         """Start to send to one rank and to receive ``kept`` from another; no empty messages."""
         found, pairs = self._message(kept, like, sent.dtype)
         label = f"{self.label} ring step {what}"
-        ways: list[tuple[Literal["recv", "send"], torch.Tensor, int]]
+        ways: list[tuple[Literal["recv", "send"], Tensor, int]]
         ways = [("recv", found, source), ("send", sent, to)]
         transfers = [Transfer(way, x, peer, label=label) for way, x, peer in ways if len(x)]
         pendings = self.axis.batch(transfers) if transfers else []
@@ -376,7 +367,7 @@ class _Ring:
 
     def _message(
         self, kept: list[_Keys], like: _Pair, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[_Pair]]:
+    ) -> tuple[Tensor, list[_Pair]]:
         """Make a message, zeros, and views of it: keys and values of each group of rows."""
         shapes = [
             (group.rows.stop - group.rows.start, x.shape[1], keys.count, x.shape[-1])
@@ -394,11 +385,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401 - a node, which has no public type
         ring: _Ring,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             out, lse = ring.forward(q, k, v, sinks)
         ctx.ring = ring
@@ -409,8 +400,8 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401
-        grad: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
+        grad: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         of_sinks = None
         # Of a query that sees nothing all weights are exp(-inf - 0) = 0.
@@ -423,7 +414,7 @@ class _RingAttention(torch.autograd.Function):
             return None, *ctx.ring.backward(_dense(grad), q, (k, v), out, lse), of_sinks
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, y: torch.Tensor, its_lse: torch.Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, y: Tensor, its_lse: Tensor) -> None:
     """Add a part's output to that of the parts before, in place, each weighed by its lse."""
     whole = torch.logaddexp(lse, its_lse)
     above = whole.clamp(min=torch.finfo(whole.dtype).min)  # -inf - -inf would be NaN
@@ -432,11 +423,11 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, y: torch.Tensor, its_lse: torch
     lse.copy_(whole)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -444,8 +435,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of queries and some keys."""
     if is_host(q.device):
         width = max(q.shape[-1], v.shape[-1])  # the operator wants one
@@ -465,14 +456,14 @@ def _attend(
 
 
 def _attend_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
     pair: _Pair,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by some keys; ``out`` and ``lse`` are of all keys."""
     k, v = pair
     d, dv, times = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
@@ -501,13 +492,13 @@ def _attend_backward(
     return (slopes @ k).flatten(1, 2), (slopes.mT @ q).sum(2), dvalues
 
 
-def _is_efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_efficient(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's operator can: it wants heads of 16 bytes, and knows no float64."""
     sizes = (x.shape[-1] * x.element_size() for x in (q, v))
     return q.device.type == "cuda" and q.dtype in _EFFICIENT and not any(n % 16 for n in sizes)
 
 
-def _expanded(bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Expand a mask as CUDA's operator wants it: for each head, lines of whole 16 numbers apart."""
     if bias is None:
         return None
@@ -516,8 +507,8 @@ def _expanded(bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> to
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores, and q, k and v in their dtype: (rows, key heads, queries of each, n, ..)."""
     wide = _wide(q)
     q = q.unflatten(1, (k.shape[1], -1)).to(wide)
