@@ -6,6 +6,8 @@ import functools
 import itertools
 import os
 import signal
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ from support.context_parallel.attention import (
 from support.internals.context_parallel import (
     ContextSplit,
     MaskWords,
+    attend_keys,
+    attend_keys_backward,
     attention_by_heads,
     plan_blocks,
     ring_attention,
@@ -256,6 +260,65 @@ def body_changes() -> None:
 
 def test_padding_is_read_anew_and_refusals(ranks: Ranks) -> None:
     ranks(2, body_changes)
+
+
+class Efficient:
+    """What CUDA's operator wants and returns, by the same of plain products."""
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> None:
+        assert q.shape[1] == k.shape[1]
+        if bias is not None:
+            assert bias.shape == (*q.shape[:3], k.shape[2])
+            assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0
+
+    def forward(self, q: Any, k: Any, v: Any, bias: Any, has_lse: bool, *, scale: float) -> Any:
+        self.check(q, k, bias)
+        scores = q @ k.mT * scale + (0 if bias is None else bias)
+        lines = -(-q.shape[2] // 32) * 32
+        lse = torch.full((*q.shape[:2], lines), torch.inf)
+        lse[..., : q.shape[2]] = scores.logsumexp(-1)
+        return scores.softmax(-1) @ v, lse, torch.zeros(()), torch.zeros(())
+
+    def backward(
+        self, grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *more: Any, **a: Any
+    ) -> Any:
+        self.check(q, k, bias)
+        seed, offset, dropout, mask = more
+        assert seed.dtype == offset.dtype == torch.int64 and dropout == 0 and not mask[3]
+        assert lse.shape[-1] % 32 == 0 and lse.stride(-1) == 1
+        lse = lse[..., : q.shape[2]]
+        scale = a["scale"]
+        weights = (q @ k.mT * scale + (0 if bias is None else bias) - lse.unsqueeze(-1)).exp()
+        slopes = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        return slopes @ k, slopes.mT @ q, weights.mT @ grad, None
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize("dv", [8, 12])
+def test_operators_agree(monkeypatch: pytest.MonkeyPatch, has_mask: bool, dv: int) -> None:
+    """The host's operator, that of CUDA by its contract, and plain products."""
+    module, efficient = sys.modules[attend_keys.__module__], Efficient()
+    monkeypatch.setattr(module, "EFFICIENT_ATTENTION", (efficient.forward, efficient.backward))
+    q, grad, k, v = (
+        torch.randn(2, heads, n, d)
+        for heads, n, d in ((4, 37, 8), (4, 37, dv), (2, 21, 8), (2, 21, dv))
+    )
+    bias = None
+    if has_mask:
+        bias = torch.zeros(1, 1, 37, 21).masked_fill(torch.rand(37, 21) < 0.4, -torch.inf)
+        bias[..., 0] = 0
+    found = []
+    for is_host, is_efficient in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(module, "is_host", lambda device, is_host=is_host: is_host)
+        monkeypatch.setattr(module, "_is_efficient", lambda q, v, it=is_efficient: it)
+        out, lse = attend_keys(q, k, v, bias, 0.3)
+        # As if other keys had as much weight.
+        whole = lse + 0.7
+        grads = attend_keys_backward(grad, q, (k, v), out * 0.5, whole, bias, 0.3)
+        found.append([out, lse, *grads])
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def body_waits() -> None:
