@@ -439,8 +439,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of queries and some keys."""
     if is_host(q.device):
-        width = max(q.shape[-1], v.shape[-1])  # the operator wants one
-        given = (functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        given = _padded(q, k, v)
         out, lse = FLASH_ATTENTION[0](*given, 0.0, False, attn_mask=bias, scale=scale)
         return out[..., : v.shape[-1]], lse
     times = q.shape[1] // k.shape[1]
@@ -468,9 +467,7 @@ def _attend_backward(
     k, v = pair
     d, dv, times = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
     if is_host(q.device):
-        grad, q, k, v, out = (
-            functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (grad, q, k, v, out)
-        )
+        grad, q, k, v, out = _padded(grad, q, k, v, out)
         dq, dk, dvalues = FLASH_ATTENTION[1](
             grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -490,6 +487,13 @@ def _attend_backward(
     dvalues = (weights.mT @ grad).sum(2)
     slopes = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return (slopes @ k).flatten(1, 2), (slopes.mT @ q).sum(2), dvalues
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """Give all the longest features, as the host's operator wants it, by zeros."""
+    width = max(x.shape[-1] for x in tensors)
+    each = ((x, width - x.shape[-1]) for x in tensors)
+    return [functional.pad(x, (0, more)) if more else x for x, more in each]
 
 
 def _is_efficient(q: Tensor, v: Tensor) -> bool:
