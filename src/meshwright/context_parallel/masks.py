@@ -45,3 +45,22 @@ class MaskWords:
         if self.chunk is not None:
             seen &= of_key // self.chunk == of_query // self.chunk
         return seen
+
+    def seen_from(
+        self, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first key that each query sees, and the one after the last, without padding.
+
+        ``begins`` and ``ends`` are those of the queries' documents. Each condition leaves a range
+        of the keys, so all of them do. Both results rise with the position.
+        """
+        first, stop = begins, queries + 1 if self.causal else ends
+        if self.window is not None:
+            first = torch.maximum(first, queries - self.window + 1)
+            if not self.causal:
+                stop = torch.minimum(stop, queries + self.window)
+        if self.chunk is not None:
+            start = queries // self.chunk * self.chunk
+            first = torch.maximum(first, start)
+            stop = torch.minimum(stop, start + self.chunk)
+        return first, torch.maximum(first, stop)

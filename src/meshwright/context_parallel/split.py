@@ -107,14 +107,20 @@ class ContextSplit:
     def positions(self, rank: int) -> torch.Tensor:
         """Return the positions of ``rank``, (rows, its tokens), int64 on the host, ascending."""
         return torch.stack(
-            [torch.cat([torch.arange(*piece) for piece in row.parts[rank]]) for row in self.rows]
+            [
+                torch.cat([torch.arange(*piece, device="cpu") for piece in row.parts[rank]])
+                for row in self.rows
+            ]
         )
 
     def documents(self) -> torch.Tensor:
         """Return the number of the document of each position, (rows, length), int64 on the host."""
-        every = torch.arange(self.length)
+        every = torch.arange(self.length, device="cpu")
         return torch.stack(
-            [torch.bucketize(every, torch.tensor(row.ends), right=True) for row in self.rows]
+            [
+                torch.bucketize(every, torch.tensor(row.ends, device="cpu"), right=True)
+                for row in self.rows
+            ]
         )
 
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:

@@ -17,6 +17,8 @@ from meshwright.torch_internals.required import required
 
 __all__ = [
     "COMPARISON",
+    "EFFICIENT_ATTENTION",
+    "FLASH_ATTENTION",
     "FakeTensor",
     "FakeTensorMode",
     "Future",
@@ -116,6 +118,23 @@ without_rules = tuple(
 """Elementwise operators on lists for which torch has no DTensor rule."""
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
+
+FLASH_ATTENTION = tuple(
+    required(f"torch.ops.aten.{name}", "computes attention by parts of the keys")
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
+)
+"""The host's attention, which returns the log-sum-exp of the scores too; and its backward."""
+EFFICIENT_ATTENTION = tuple(
+    required(f"torch.ops.aten.{name}", "computes attention by parts of the keys")
+    for name in (
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    )
+)
+"""The same of CUDA."""
 
 COMPARISON = "torch.testing._comparison"
 """The file of torch that `torch.testing.assert_close` compares in."""

@@ -8,7 +8,10 @@ __getattr__ = names_inside(
     {
         "meshwright.context_parallel.heads": "attention_by_heads",
         "meshwright.context_parallel.masks": "MaskWords",
-        "meshwright.context_parallel.ring": "ring_attention",
+        "meshwright.context_parallel.ring": (
+            "ring_attention, _attend as attend_keys, _attend_backward as attend_keys_backward, "
+            "_blocks as plan_blocks"
+        ),
         "meshwright.context_parallel.split": (
             "ContextSplit, RowSplit, SplitMethod, document_lengths, work_of"
         ),
