@@ -1,0 +1,141 @@
+"""Unmodified models of Hugging Face whose sequences are split by a plan: one process's numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meshwright.composition import parallelize
+from meshwright.plan import ContextPlan, ExpertPlan, Plan, TensorPlan, TrainPlan
+from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.reference import first_difference, record, train_reference
+
+pytest.importorskip("transformers")
+from support.context_parallel.hugging_face import DENSE, dense
+from support.expert_parallel.hugging_face import FIVE, WORDS, tiny
+from support.expert_parallel.wide import wide
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+LENGTH, ROWS = 13, 8
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def model_of(folder: str) -> Any:
+    if folder in DENSE:
+        return dense(folder)
+    model = tiny(folder)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+def places(kind: str) -> torch.Tensor:
+    """Positions of one document a row, or of several of which each row has others."""
+    if kind == "packed":
+        rows = [[6, 4, 3], [1, 12], [13], [5, 5, 3], [2, 2, 9], [13], [8, 5], [1, 1, 11]]
+    else:
+        rows = [[LENGTH]] * ROWS
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+
+
+def batches(kind: str, parts: int, part: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(3):
+        words = torch.randint(3, WORDS, (ROWS, LENGTH), generator=generator)
+        given = {"input_ids": words, "position_ids": places(kind)}
+        if kind == "padded":
+            given["attention_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.long)
+            given["attention_mask"][::2, -3:] = 0
+        target = words.roll(-1, 1)
+        target[::2, -3:] = -100
+        mine = {key: each.chunk(parts)[part].clone() for key, each in given.items()}
+        found.append((mine, target.chunk(parts)[part]))
+    return found
+
+
+def loss_of(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = output if isinstance(output, torch.Tensor) else output["logits"]
+    total = functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100
+    )
+    return total, (target != -100).sum()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plan_of(axes: dict[str, int], context: ContextPlan, **train: Any) -> Plan:
+    rules = {"model.embed_tokens": "embedding", "lm_head": "colwise_gathered"}
+    return Plan(
+        axes=Axes.of(axes),
+        context=context,
+        expert=ExpertPlan(balance="none" if "expert" in axes else None),
+        tensor=TensorPlan(rules=rules if "tensor" in axes else None),
+        train=TrainPlan(clip_norm=0.5, **train),
+    )
+
+
+def body(folder: str, axes: dict[str, int], context: ContextPlan, kind: str, train: Any) -> Any:
+    with wide():
+        example, _ = batches(kind, 1, 0)[0]
+        laid = parallelize(
+            model_of(folder),
+            plan_of(axes, context, **train),
+            optimizer=momentum,
+            loss=loss_of,
+            example={name: value[:2] for name, value in example.items()},
+        )
+        return record(laid, batches(kind, laid.data_size, laid.data_rank))
+
+
+def check(
+    ranks: Ranks,
+    folder: str,
+    axes: dict[str, int],
+    context: ContextPlan,
+    kind: str = "whole",
+    **train: Any,
+) -> None:
+    with wide():
+        expected = train_reference(
+            model_of(folder), batches(kind, 1, 0), optimizer=momentum, loss=loss_of, clip_norm=0.5
+        )
+    size = Axes.of(axes).world_size
+    for found in ranks(size, partial(body, folder, axes, context, kind, train), timeout=200):
+        difference = first_difference(found, expected, 1e-9)
+        assert difference is None, difference
+
+
+RING, HEADS = ContextPlan(method="ring"), ContextPlan(method="all-to-all")
+
+
+@pytest.mark.parametrize("context", [RING, HEADS, ContextPlan(method="ring", split="contiguous")])
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+@pytest.mark.parametrize("folder", DENSE)
+def test_dense_models(ranks: Ranks, folder: str, kind: str, context: ContextPlan) -> None:
+    check(ranks, folder, {"context": 2}, context, kind)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"context": 4},
+        {"replicate": 2, "context": 2},
+        {"shard": 2, "context": 2},
+        {"context": 2, "expert": 2},
+        {"context": 2, "tensor": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("folder", FIVE)
+def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) -> None:
+    check(ranks, folder, axes, ContextPlan(), "packed")
