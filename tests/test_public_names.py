@@ -147,6 +147,7 @@ DOCUMENTED = (
     "meshwright.data",
     "meshwright.data_parallel",
     "meshwright.data_parallel.comm_hooks",
+    "meshwright.context_parallel",
     "meshwright.expert_parallel",
     "meshwright.fsdp",
     "meshwright.mesh",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from meshwright.composition import parallelize
 from meshwright.plan import ContextPlan, ExpertPlan, Plan, TensorPlan, TrainPlan
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 from support.internals.axes import Axes
 from support.internals.reference import first_difference, record, train_reference
 
@@ -138,4 +138,11 @@ def test_dense_models(ranks: Ranks, folder: str, kind: str, context: ContextPlan
 )
 @pytest.mark.parametrize("folder", FIVE)
 def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) -> None:
-    check(ranks, folder, axes, ContextPlan(), "packed")
+    # gpt-oss attends across documents in transformers, with one process too.
+    documents = "none" if folder == "gpt_oss" else "position_ids"
+    check(ranks, folder, axes, ContextPlan(documents=documents), "packed")
+
+
+def test_a_model_that_attends_across_documents_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r'first in .*self_attn.*set documents = "none"'):
+        check(ranks, "gpt_oss", {"context": 2}, ContextPlan(), "packed")

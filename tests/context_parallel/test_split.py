@@ -57,10 +57,10 @@ def rows_away(split: RowSplit) -> int:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_packed_documents_balance(ranks: int) -> None:
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_packed_documents_balance(count: int) -> None:
     """Row 6 of the acceptance: 1,000 packings, of which each number of ranks has a third."""
-    draw, sent, whole = random.Random(ranks), 0, 0
+    draw, ranks, sent, whole = random.Random(count), count, 0, 0
     for number in range(334):
         kind = ("lognormal", "pareto", "tiny")[number % 3]
         split = RowSplit.of(packing(kind, draw.choice([4096, 8191, 8192]), draw), ranks)

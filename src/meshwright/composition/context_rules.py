@@ -105,7 +105,9 @@ def context_split(
 ) -> AxisSplit:
     """How axis context splits a model on the example ``batch``; ``inside``: one with experts."""
     text = f"axis context: split over {axis.size} ranks, the model's outputs differ on the example"
-    remedy = "Exclude such layers or set axis context = 1"
+    remedy, across = "Exclude such layers or set axis context = 1", ""
+    if any(len(row.ends) > 1 for row in batch.state.split.rows):
+        across = '; for a model that attends across documents, set documents = "none" in [context]'
 
     def explain(model: nn.Module, run: Callable[[bool], object]) -> Iterator[str]:
         found = first_mixing(model, batch, run)
@@ -113,7 +115,7 @@ def context_split(
             name, module, error = found
             yield (
                 f"{text}, first in {name!r} ({type(module).__name__}; relative error "
-                f"{error:.2g}), which mixes positions without attention. {remedy}"
+                f"{error:.2g}), which mixes positions without attention. {remedy}{across}"
             )
 
     split = inside or AxisSplit(
@@ -138,6 +140,15 @@ def context_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """Yield what axis context cannot do with ``model`` and the rest of ``plan``."""
     if plan.axes.size("context") == 1:
         return
+    for axis, table, key, value in (
+        ("pipeline", "axes", "pipeline", plan.axes.size("pipeline") > 1),
+        ('dropout = "global"', "train", "dropout", plan.train.dropout == "global"),
+    ):
+        if value:
+            yield Problem(
+                (table, key),
+                f"axis context beside {axis} is not built yet: leave one of them out",
+            )
     for name, module in model.named_modules():
         p = getattr(module, "attention_dropout", None)
         if isinstance(p, float) and p:

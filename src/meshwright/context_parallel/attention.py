@@ -49,6 +49,8 @@ class Attending:
     """False for padding: (rows, length) of the whole."""
     is_weighed: bool = False
     """True once `global_mean` has weighed a loss."""
+    trains: bool = False
+    """True once attention had inputs with gradients."""
 
     def attention(
         self,
@@ -66,6 +68,7 @@ class Attending:
         ``in_words``: what of this call the ring cannot do; "" where it can. Raises ValueError then,
         and where heads do not divide.
         """
+        self.trains |= torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         by_heads = self.method == "all-to-all"
         if self.method == "auto":
             by_heads = heads_divide(qkv[0].shape[1], qkv[1].shape[1], self.axis.size)
@@ -304,7 +307,7 @@ def _patched_transformers() -> Iterator[None]:
         yield
         return
     attention, masks = modeling.AttentionInterface, masking.AttentionMaskInterface
-    known = {**modeling.ALL_ATTENTION_FUNCTIONS}
+    known = {k: f for k, f in modeling.ALL_ATTENTION_FUNCTIONS.items() if k != "eager"}
     made = {**masking.ALL_MASK_ATTENTION_FUNCTIONS}
     for name in ("eager", *known):
         attention.register(name, _attention_like(known.get(name)))

@@ -105,7 +105,7 @@ def context_parallel(
                 _parts.discard(id(each))
                 if id(each) not in kept:
                     each.set_(whole)
-    if len({*counts}) > 1 and not state.is_weighed:
+    if len({*counts}) > 1 and state.trains and not state.is_weighed:
         raise ValueError(
             f"axis {axis.axis}: the parts of its ranks have {', '.join(map(str, counts))} labels, "
             "so the mean over a part is not its share of the mean over all. Weigh the loss by "
