@@ -336,10 +336,6 @@ def _sensible_with_experts(
     if case.layout == "expert":
         # The program sums gradients itself, at the end, and nothing sees what it normalizes by.
         loop -= {"other start", "every pass", "own statistics"}
-    if "functional call" in loop and case.expert_ranks == 1:
-        # A known limit: in a first pass with lent parameters they are not marked as a replica's
-        # yet, and statistics are of the exchange alone, which has one rank here.
-        loop -= {"auxiliary", "z loss"}
     return options, loop
 
 

@@ -437,11 +437,11 @@ class Replica:
         return not self._held.is_lent
 
     def _refuse_lent_experts(self) -> None:
-        """Gradients of experts are divided on their leaves, which computed tensors do not have."""
+        """Refuse experts without leaves, on which gradients are divided and data axes known."""
         meshes = [exchanged_over(part) for part in self._held.module.modules()]
         for name, tensor in (lent_now() or {}).items():
             rest = None if tensor.is_leaf else known_at_rest(tensor)
-            if rest is not None and rest.mesh in meshes and rest.mesh.size() > 1:
+            if rest is not None and rest.mesh in meshes:
                 raise RuntimeError(
                     f"a torch.func.functional_call gives experts {name!r}, a DTensor that is "
                     "computed from others: its gradient would be a sum over the ranks that "
