@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from support.internals.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES, Axes
+from support.internals.axes import DATA_AXES, KNOWN_AXES, SUM_AXES, Axes
 
 many_axes = st.dictionaries(
     st.sampled_from(KNOWN_AXES), st.integers(min_value=1, max_value=5), max_size=4
@@ -95,8 +95,7 @@ def test_ranks_and_coordinates_outside() -> None:
         axes.rank(tensor=1)
 
 
-def test_reserved_axes_are_known() -> None:
-    assert set(RESERVED_AXES) < set(KNOWN_AXES)
+def test_axes_of_data_are_known() -> None:
     assert set(DATA_AXES) < set(SUM_AXES) < set(KNOWN_AXES)
 
 

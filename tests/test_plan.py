@@ -196,7 +196,7 @@ def test_plans_are_frozen() -> None:
 
 def test_json_has_every_key_and_refuses_other_documents() -> None:
     tree = json.loads(Plan().to_json())
-    tables = ["pipeline", "shard", "expert", "tensor", "precision", "train", "buckets"]
+    tables = ["pipeline", "shard", "context", "expert", "tensor", "precision", "train", "buckets"]
     assert list(tree) == ["axes", *tables]
     assert tree["train"]["clip_norm"] is None
     with pytest.raises(PlanError, match="^manifest: not valid JSON"):
@@ -229,11 +229,9 @@ compute = "half"
         Plan.from_toml(text, source="plan.toml")
     assert caught.value.problems == (
         "line 2: key 'replicate' in [axes]: expected a number of at least 1, found 0",
-        "line 3: axis 'context' in [axes] is reserved for later and cannot be used yet; usable "
-        "axes: pipeline, replicate, shard, expert, tensor",
         "line 4: unknown axis 'shrad' in [axes]; did you mean 'shard'?",
         "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, "
-        "expert, tensor",
+        "context, expert, tensor",
         'line 7: key \'schedule\' in [pipeline]: expected "gpipe", "1f1b", "interleaved1f1b", '
         '"loopedbfs", "zb1p", "zbv" or "dualpipev", found the text "1f1"; did you mean "1f1b"?',
         "line 8: unknown key 'microbatchs' in [pipeline]; did you mean 'microbatches'?",
@@ -367,10 +365,11 @@ cap_mb = 1
         "line 9: key 'rules' in [tensor] has no effect with tensor = 1; remove it, or give tensor "
         "more than 1 rank in [axes]",
         "line 11: key 'batch_norm' in [train] has no effect with pipeline = 1 and replicate = 1 "
-        "and shard = 1 and expert = 1; remove it, or give pipeline or replicate or shard or expert "
-        "more than 1 rank in [axes]",
+        "and shard = 1 and expert = 1 and context = 1; remove it, or give pipeline or replicate or "
+        "shard or expert or context more than 1 rank in [axes]",
         "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1 and "
-        "expert = 1; remove it, or give replicate or shard or expert more than 1 rank in [axes]",
+        "expert = 1 and context = 1; remove it, or give replicate or shard or expert or context "
+        "more than 1 rank in [axes]",
     ]
 
 
@@ -413,14 +412,14 @@ def test_modules_without_parameters_count_when_they_are_given() -> None:
 
 def test_plans_built_in_code_are_checked_by_the_same_rules() -> None:
     plan = Plan(
-        axes=Axes.of({"context": 2}),
+        axes=Axes.of({"contxt": 2}),
         pipeline=PipelinePlan(microbatches=0),
         train=TrainPlan(clip_norm=-1.0),
     )
     assert [problem.split(":")[0] for problem in problems(plan, 2)] == [
         "key 'microbatches' in [pipeline]",
         "key 'clip_norm' in [train]",
-        "axis 'context' in [axes] is reserved for later and cannot be used yet; usable axes",
+        "unknown axis 'contxt' in [axes]; did you mean 'context'?",
         "key 'microbatches' in [pipeline] has no effect with pipeline = 1; remove it, or give "
         "pipeline more than 1 rank in [axes]",
     ]

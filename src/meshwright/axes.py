@@ -22,9 +22,6 @@ from meshwright.errors import LayoutError
 KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 
-RESERVED_AXES: tuple[str, ...] = ()
-"""Names reserved for strategies that do not exist yet; plans that use them are rejected."""
-
 DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks read different shares of a batch."""
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES, Axes
+from meshwright.axes import DATA_AXES, KNOWN_AXES, SUM_AXES, Axes
 from meshwright.errors import PlanError
 from meshwright.precision import Precision
 from meshwright.settings import (
@@ -41,6 +41,7 @@ from meshwright.toml_source import dump, plain, read, read_file, read_tree, revi
 
 __all__ = [
     "BucketPlan",
+    "ContextPlan",
     "ExpertPlan",
     "PipelinePlan",
     "Plan",
@@ -178,17 +179,11 @@ class Plan:
 
     def problems(self) -> Iterator[Problem]:
         """Find axes that are not known."""
-        usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
         for name in self.axes.names:
-            if name in RESERVED_AXES:
-                yield Problem(
-                    ("axes", name),
-                    f"axis '{name}' in [axes] is reserved for later and cannot be used yet; "
-                    f"usable axes: {', '.join(usable)}",
-                )
-            elif name not in KNOWN_AXES:
-                close = nearest(name, usable)
-                hint = f"did you mean '{close}'?" if close else f"known axes: {', '.join(usable)}"
+            if name not in KNOWN_AXES:
+                close = nearest(name, KNOWN_AXES)
+                known = f"known axes: {', '.join(KNOWN_AXES)}"
+                hint = f"did you mean '{close}'?" if close else known
                 yield Problem(("axes", name), f"unknown axis '{name}' in [axes]; {hint}")
 
     @classmethod
@@ -330,12 +325,11 @@ def _idle_problems(plan: Plan) -> Iterator[Problem]:
         record = getattr(plan, table)
         for item in fields(record):
             if only in ("", item.name) and getattr(record, item.name) != item.default:
-                usable = [axis for axis in needed if axis not in RESERVED_AXES]
-                sizes = " and ".join(f"{axis} = 1" for axis in usable)
+                sizes = " and ".join(f"{axis} = 1" for axis in needed)
                 yield Problem(
                     (table, item.name),
                     f"key '{item.name}' in [{table}] has no effect with {sizes}; remove it, or "
-                    f"give {' or '.join(usable)} more than 1 rank in [axes]",
+                    f"give {' or '.join(needed)} more than 1 rank in [axes]",
                 )
 
 

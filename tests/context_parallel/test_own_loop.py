@@ -26,16 +26,19 @@ V, D, H = 19, 16, 4
 
 
 class Layer(nn.Module):
-    def __init__(self, attend: Callable[..., torch.Tensor] | None) -> None:
+    attend: Callable[..., torch.Tensor] | None = None
+
+    def __init__(self, *, is_named: bool) -> None:
         super().__init__()
-        self.attend = attend
+        self.is_named = is_named
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             y.unflatten(-1, (H, D // H)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1)
         )
-        attend = self.attend or functional.scaled_dot_product_attention
+        attend = by_name if self.is_named else functional.scaled_dot_product_attention
+        attend = self.attend or attend
         y = attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return x + torch.tanh(self.out(y))
 
@@ -46,7 +49,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(64, D)
-        self.layers = nn.ModuleList([Layer(None), Layer(by_name)])
+        self.layers = nn.ModuleList([Layer(is_named=False), Layer(is_named=True)])
         self.head = nn.Linear(D, V)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

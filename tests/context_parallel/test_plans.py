@@ -20,9 +20,12 @@ from support.context_parallel.hugging_face import DENSE, dense
 from support.expert_parallel.hugging_face import FIVE, WORDS, tiny
 from support.expert_parallel.wide import wide
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),
+]
 
 LENGTH, ROWS = 13, 8
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,10 +171,10 @@ def first_mixing(
     wholes: dict[str, list[torch.Tensor]] = {}
     found: list[tuple[str, nn.Module, float]] = []
 
-    def keep(name: str, module: nn.Module, output: object) -> None:
+    def keep(name: str, module: nn.Module, given: object, output: object) -> None:
         wholes[name] = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
 
-    def look(name: str, module: nn.Module, output: object) -> None:
+    def look(name: str, module: nn.Module, given: object, output: object) -> None:
         mine = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         for one, other in zip(wholes.get(name, ()), mine, strict=False):
             part = batch.part(one)
@@ -184,9 +185,7 @@ def first_mixing(
 
     for is_part, hook in ((False, keep), (True, look)):
         handles = [
-            part.register_forward_hook(
-                lambda module, _, output, name=name, hook=hook: hook(name, module, output)
-            )
+            part.register_forward_hook(functools.partial(hook, name))
             for name, part in model.named_modules()
         ]
         try:

@@ -8,11 +8,13 @@ from the sizes of this rank's part it gets a `HeldMask`, which keeps the words o
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -108,28 +110,36 @@ class Attending:
         )
 
 
-_stack: list[Attending] = []
-"""A global, not of one thread: autograd recomputes in threads of its own."""
+class _Now:
+    """Of the process, not of one thread: autograd recomputes in threads of its own."""
+
+    stack: tuple[Attending, ...] = ()
+
+
+@functools.cache
+def _now() -> _Now:
+    return _Now()
 
 
 def now_attending() -> Attending | None:
     """Return how attention is computed now, None where sequences are not split."""
-    return _stack[-1] if _stack else None
+    return _now().stack[-1] if _now().stack else None
 
 
 @contextlib.contextmanager
 def attending(state: Attending) -> Iterator[None]:
     """Catch attention, in the block, of models on this rank's part."""
-    _stack.append(state)
-    try:
-        with contextlib.ExitStack() as stack:
-            if len(_stack) == 1:
-                stack.enter_context(_patched_torch())
-                stack.enter_context(_patched_transformers())
-            stack.enter_context(_Caught())
+    before = _now().stack
+    with contextlib.ExitStack() as stack:
+        if not before:
+            stack.enter_context(_patched_torch())
+            stack.enter_context(_patched_transformers())
+        stack.enter_context(_Caught())
+        _now().stack = (*before, state)
+        try:
             yield
-    finally:
-        _stack.pop()
+        finally:
+            _now().stack = before
 
 
 # ------------------------------------------------------------------------------------- torch
@@ -138,7 +148,7 @@ _SDPA = functional.scaled_dot_product_attention
 
 
 class _Caught(TorchFunctionMode):
-    """Catches attention, also where it was imported by name."""
+    """Catches attention wherever a model keeps it, but not in a backward, which sees no modes."""
 
     def __torch_function__(
         self,
@@ -147,18 +157,32 @@ class _Caught(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        chosen = sdpa if func is _SDPA else func
-        return chosen(*args, **(kwargs or {}))
+        return (sdpa if func is _SDPA else func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def _patched_torch() -> Iterator[None]:
-    """Catch attention in functions of torch, which call it outside of the mode."""
-    functional.scaled_dot_product_attention = sdpa
+    """Catch attention in what imports it, also when a backward computes it again."""
+    found = _importers(len(sys.modules))
+    for module, name in found:
+        setattr(module, name, sdpa)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = _SDPA
+        for module, name in found:
+            setattr(module, name, _SDPA)
+
+
+@functools.lru_cache(maxsize=1)
+def _importers(count: int) -> list[tuple[ModuleType, str]]:
+    """List which of the ``count`` modules have attention, and by which name."""
+    return [
+        (module, key)
+        for module in (*sys.modules.values(),)
+        if isinstance(module, ModuleType) and module.__name__ != __name__
+        for key, value in (*vars(module).items(),)
+        if value is _SDPA and not module.__name__.startswith("torch._C")
+    ]
 
 
 def sdpa(
@@ -172,7 +196,8 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` of whole sequences, given this rank's part of them."""
-    state, options = now_attending(), {"scale": scale, "enable_gqa": enable_gqa}
+    state = now_attending()
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if state is None or not state.is_own(query, key):
         if state is not None and is_causal:
             raise ValueError(
@@ -196,10 +221,18 @@ def sdpa(
         grouped = {**options, "enable_gqa": q.shape[-3] != k.shape[-3]}
         rows = []
         for row, own in enumerate(ends):
-            part = [x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v)]
+            x, y, z = (x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v))
             with _outside():
                 pieces = [
-                    _SDPA(*(x[..., a:b, :] for x in part), mask, 0.0, is_causal, **grouped)
+                    _SDPA(
+                        x[..., a:b, :],
+                        y[..., a:b, :],
+                        z[..., a:b, :],
+                        mask,
+                        0.0,
+                        is_causal,
+                        **grouped,
+                    )
                     for a, b in itertools.pairwise((0, *own))
                 ]
             rows.append(torch.cat(pieces, -2) if len(pieces) > 1 else pieces[0])
@@ -232,11 +265,12 @@ class HeldMask:
 
     def __init__(self, words: MaskWords, make: Callable[..., Any], given: dict[str, Any]) -> None:
         self.words = words
-        self._make, self._given, self._whole = make, given, None
+        self._make, self._given = make, given
+        self._whole: list[Any] = []
 
     def whole(self, state: Attending) -> Any:  # noqa: ANN401 - as the implementation has it
         """Return the mask of the whole sequence, as one process has it."""
-        if self._whole is None:
+        if not self._whole:
             given, length = self._given, state.split.length
             function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
             if is_packed or len(state.split.rows) > 1:
@@ -251,8 +285,12 @@ class HeldMask:
             sizes = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
             padding = None if state.padding is None else state.padding.to(given["device"])
             given = {**given, **sizes, "mask_function": function, "attention_mask": padding}
-            self._whole = (self._make(**given),)
+            self._whole.append(self._make(**given))
         return self._whole[0]
+
+
+def _no_mask(**given: object) -> None:
+    """Make no mask, where the model has made none."""
 
 
 def _mask_function(words: MaskWords) -> Callable[..., torch.Tensor]:
@@ -388,7 +426,7 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
         if held is None:
             causal = options.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            held = HeldMask(MaskWords(causal=causal), lambda **_: None, {})
+            held = HeldMask(MaskWords(causal=causal), _no_mask, {})
         if not isinstance(held, HeldMask):
             raise state.refuse_mask(held, label)
         sinks = options.get("s_aux")
@@ -421,8 +459,8 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
     """Let attention be what it is in one process, in the block."""
-    kept, _stack[:] = list(_stack), []
+    before, _now().stack = _now().stack, ()
     try:
         yield
     finally:
-        _stack[:] = kept
+        _now().stack = before

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 
@@ -23,15 +24,28 @@ from meshwright.context_parallel.split import ContextSplit, SplitMethod, documen
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.functions import gathered
 from meshwright.tensor_parallel.layouts import check_mesh
+from meshwright.torch_internals.tensors import is_view
 
 IGNORED = -100
 """Labels that no loss counts."""
 
 _ROTATIONS: dict[str, Method] = {"allgather": "all-to-all", "alltoall": "ring"}
-_default: list[Method] = ["auto"]
-_last: weakref.WeakKeyDictionary[Communicator, ContextSplit] = weakref.WeakKeyDictionary()
-_parts: set[int] = set()
-"""The ``id`` of each tensor that is a part now."""
+
+
+class _Known:
+    method: Method = "auto"
+    """Of `set_rotate_method`."""
+
+    def __init__(self) -> None:
+        self.last: weakref.WeakKeyDictionary[Communicator, ContextSplit]
+        self.last = weakref.WeakKeyDictionary()
+        self.parts: set[int] = set()
+        """The ``id`` of each tensor that is a part now."""
+
+
+@functools.cache
+def _known() -> _Known:
+    return _Known()
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -42,7 +56,7 @@ def set_rotate_method(rotate_method: str) -> None:
     """
     if rotate_method not in _ROTATIONS:
         raise ValueError(f"expected one of {[*_ROTATIONS]}, found {rotate_method!r}")
-    _default[0] = _ROTATIONS[rotate_method]
+    _known().method = _ROTATIONS[rotate_method]
 
 
 @contextlib.contextmanager
@@ -82,12 +96,12 @@ def context_parallel(
     rows = [[length]] if documents is None else document_lengths(documents.reshape(-1, length))
     if len({*map(tuple, rows)}) == 1:
         rows = rows[:1]
-    how = method or _default[0]
+    how = method or _known().method
     chosen = split or ("zigzag" if documents is None else "documents")
     parted = ContextSplit.of(rows, axis.size, chosen)
     _check_rows(axis, given, dims, parted)
     counts = _counts(given, dims, labels, parted)
-    _last[axis] = parted
+    _known().last[axis] = parted
     padding = None if attention_mask is None else attention_mask.reshape(-1, length) != 0
     state = Attending(axis, parted, how, padding)
     kept = {id(each) for each in no_restore_buffers or ()}
@@ -95,16 +109,16 @@ def context_parallel(
     try:
         with torch.no_grad():
             for each, whole, dim in zip(given, wholes, dims, strict=True):
-                each.set_(parted.part(whole, axis.rank, dim))
-                _parts.add(id(each))
+                each.data = parted.part(whole, axis.rank, dim)
+                _known().parts.add(id(each))
         with attending(state):
             yield
     finally:
         with torch.no_grad():
             for each, whole in zip(given, wholes, strict=True):
-                _parts.discard(id(each))
+                _known().parts.discard(id(each))
                 if id(each) not in kept:
-                    each.set_(whole)
+                    each.data = whole
     if len({*counts}) > 1 and state.trains and not state.is_weighed:
         raise ValueError(
             f"axis {axis.axis}: the parts of its ranks have {', '.join(map(str, counts))} labels, "
@@ -128,8 +142,8 @@ def _length(axis: Communicator, buffers: list[torch.Tensor], dims: list[int]) ->
     for number, each in enumerate(buffers):
         fault = (
             "requires gradients" if each.requires_grad
-            else "is a part already" if id(each) in _parts
-            else "is a view, whose tensor would not be split" if each._is_view()
+            else "is a part already" if id(each) in _known().parts
+            else "is a view, whose tensor would not be split" if is_view(each)
             else ""
         )  # fmt: skip
         if fault:
@@ -215,7 +229,7 @@ def context_parallel_unshard(
     Collective; without gradients. Raises ValueError before the first, and for other lengths.
     """
     (axis,) = mesh_communicators(mesh, "cp")
-    if (split := _last.get(axis)) is None:
+    if (split := _known().last.get(axis)) is None:
         raise ValueError(f"axis {axis.axis}: nothing was split by context_parallel so far")
     sizes = [split.positions(rank).shape[1] for rank in range(split.ranks)]
     found = []

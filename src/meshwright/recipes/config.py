@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from meshwright.axes import KNOWN_AXES, RESERVED_AXES
+from meshwright.axes import KNOWN_AXES
 from meshwright.plan import Plan
 from meshwright.settings import (
     Above,
@@ -347,7 +347,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def option_lines() -> list[str]:
     """List the keys of the configuration in lines of 80: option, choices, default, text."""
-    usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
     lines = ["Keys of the configuration, with their defaults:"]
 
     def tell(option: str, default: str, meaning: str) -> None:
@@ -355,7 +354,7 @@ def option_lines() -> list[str]:
         for words, first in ((f"{option} ({default})", "  "), (meaning, rest)):
             lines.extend(textwrap.wrap(words, 80, initial_indent=first, subsequent_indent=rest))
 
-    tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(usable)}.")
+    tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(KNOWN_AXES)}.")
     kinds = adapter(TrainConfig).json_schema()["$defs"]
     tables = kinds["Plan"]["properties"] | kinds["TrainConfig"]["properties"]
     for table in keys_of(TrainConfig):

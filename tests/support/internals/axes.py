@@ -6,6 +6,6 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.axes": "Axes, DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES",
+        "meshwright.axes": "Axes, DATA_AXES, KNOWN_AXES, SUM_AXES",
     }
 )

@@ -1,0 +1,165 @@
+"""A plan with axis context trains a model to the numbers of one process, or refuses it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from context_parallel.test_own_loop import Model, V
+from meshwright.composition import parallelize
+from meshwright.errors import PlanError
+from meshwright.plan import ContextPlan, Plan, TrainPlan
+from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.reference import first_difference, record, train_reference
+
+ROWS = 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batches(length: int, parts: int, part: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(V, (3, ROWS, length + 1), generator=generator)
+    mine = [each.chunk(parts)[part] for each in ids]
+    return [(each[:, :-1].clone(), each[:, 1:].clone()) for each in mine]
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over more of the words in some places than in others."""
+    rows = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    counts = target.flatten() % 3 > 0
+    return (rows * counts).sum(), counts.sum()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def laid_out(
+    model: nn.Module, axes: dict[str, int], loss: Any, length: int, context: Any, train: Any
+) -> Any:
+    plan = Plan(
+        axes=Axes.of(axes),
+        context=ContextPlan(**context),
+        train=TrainPlan(clip_norm=0.5, **train),
+    )
+    example = batches(length, 1, 0)[0][0][:2]
+    return parallelize(model, plan, optimizer=adamw, loss=loss, example=(example,))
+
+
+def body(axes: dict[str, int], loss: Any, length: int, context: Any, train: Any) -> Any:
+    laid = laid_out(model_of(), axes, loss, length, context, train)
+    batch, target = batches(length, laid.data_size, laid.data_rank)[0]
+    before = laid.eval(batch, target).loss
+    assert bool(before.isfinite())
+    return record(laid, batches(length, laid.data_size, laid.data_rank))
+
+
+@pytest.mark.parametrize(
+    ("axes", "loss", "length", "context", "train"),
+    [
+        ({"context": 2}, mean, 12, {"method": "ring"}, {"recompute": ("layers.*",)}),
+        ({"context": 2}, counted, 13, {"method": "all-to-all"}, {"accumulate": 2}),
+        ({"context": 4}, counted, 13, {}, {}),
+        ({"replicate": 2, "context": 2}, mean, 12, {"split": "contiguous"}, {}),
+        ({"shard": 2, "context": 2}, counted, 9, {"method": "ring"}, {"accumulate": 2}),
+    ],
+    ids=["ring", "heads", "four", "replicate", "shard"],
+)
+def test_trains_as_one_process(
+    ranks: Ranks, axes: dict[str, int], loss: Any, length: int, context: Any, train: Any
+) -> None:
+    expected = train_reference(
+        model_of(), batches(length, 1, 0), optimizer=adamw, loss=loss, clip_norm=0.5
+    )
+    size = Axes.of(axes).world_size
+    for found in ranks(size, partial(body, axes, loss, length, context, train)):
+        difference = first_difference(found, expected, 1e-9)
+        assert difference is None, difference
+
+
+class Mixing(Model):
+    """A convolution over time after the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Conv1d(16, 16, 3, padding=1)
+        self.layers[0] = nn.Sequential(self.layers[0], Turned(self.mixer))
+
+
+class Turned(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Eager(Model):
+    """Attention as a product of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.attend = product
+
+
+def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (Mixing, r"axis context: split over 2 ranks.*'layers\.0\.1.*relative error.*set axis"),
+        (Eager, r"first in 'layers\.0\.out' \(Linear; relative error"),
+    ],
+    ids=["convolution", "product"],
+)
+def test_layers_that_mix_positions_are_refused_by_name(
+    ranks: Ranks, make: Callable[[], nn.Module], match: str
+) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        with pytest.raises(PlanError, match=match):
+            laid_out(make().double(), {"context": 2}, mean, 12, {}, {})
+
+    ranks(2, run)
+
+
+def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
+    def run() -> None:
+        laid = laid_out(model_of(), {"context": 2}, mean, 12, {}, {})
+        ids, target = batches(12, 1, 0)[0]
+        with pytest.raises(ValueError, match="batch key 'labels' goes to a model that shifts it"):
+            laid.step({"ids": ids, "labels": target})
+        with pytest.raises(ValueError, match="a row has 1 tokens for 2 ranks"):
+            laid.step(ids[:, :1], target[:, :1])
+        with pytest.raises(ValueError, match="one length of the sequences, in dim 1"):
+            laid.step(ids[:, 0], target[:, 0])
+        with pytest.raises(ValueError, match="equally many elements of the target"):
+            laid.step(ids[:, :11], target[:, :11])  # a mean over 6 and 5 positions
+        laid.step(ids, target)
+        narrow = copy.deepcopy(model_of())
+        with pytest.raises(PlanError, match="pipeline"):
+            laid_out(narrow, {"pipeline": 2, "context": 1}, mean, 12, {"split": "zigzag"}, {})
+
+    ranks(2, run)
