@@ -25,6 +25,7 @@ from support.context_parallel.attention import (
     METHODS,
     Case,
     Inputs,
+    allowed,
     by_blocks_of,
     compare,
 )
@@ -166,7 +167,7 @@ def test_ranges_are_the_words(
     ends = torch.tensor(lengths).cumsum(0)
     first, stop = words.seen_from(at, (ends - torch.tensor(lengths))[documents], ends[documents])
     seen = (at >= first.unsqueeze(1)) & (at < stop.unsqueeze(1))
-    assert torch.equal(seen, words.allowed(at, at, (documents, documents)))
+    assert torch.equal(seen, allowed(words, ContextSplit.of([lengths], 1))[0])
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=60), st.integers(1, 9))

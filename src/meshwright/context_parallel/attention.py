@@ -181,7 +181,7 @@ def _importers(count: int) -> list[tuple[ModuleType, str]]:
         for module in (*sys.modules.values(),)
         if isinstance(module, ModuleType) and module.__name__ != __name__
         for key, value in (*vars(module).items(),)
-        if value is _SDPA and not module.__name__.startswith("torch._C")
+        if value is _SDPA
     ]
 
 
@@ -276,10 +276,12 @@ class HeldMask:
             if is_packed or len(state.split.rows) > 1:
                 numbers = state.split.documents().to(given["device"])
                 numbers = numbers.expand(given["batch_size"], -1)
+                places = state.split.places().to(given["device"]).expand_as(numbers)
                 inner = function
 
                 def function(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:  # noqa: ANN401
-                    return inner(b, h, q, k) & (numbers[b, q] == numbers[b, k])
+                    seen = inner(b, h, places[b, q], places[b, k])
+                    return seen & (numbers[b, q] == numbers[b, k])
 
                 given = {**given, "allow_is_causal_skip": False}
             sizes = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}

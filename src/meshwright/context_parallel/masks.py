@@ -19,32 +19,9 @@ class MaskWords:
     window: int | None = None
     """Only keys fewer than so many positions before the query (and after it, unless causal)."""
     chunk: int | None = None
-    """Only keys of the query's own chunk of so many positions."""
+    """Only keys of the query's own chunk of so many positions of its document."""
     padding: torch.Tensor | None = None
     """True for tokens, False for padding, which no query sees: (rows, length) of the whole."""
-
-    def allowed(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        documents: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return which of the ``keys`` each query sees, without padding: (..., queries, keys).
-
-        ``queries`` (..., n) and ``keys`` (..., m) are positions in the row, ``documents`` the
-        numbers of their documents.
-        """
-        of_query, of_key = queries.unsqueeze(-1), keys.unsqueeze(-2)
-        seen = documents[0].unsqueeze(-1) == documents[1].unsqueeze(-2)
-        if self.causal:
-            seen &= of_key <= of_query
-        if self.window is not None:
-            seen &= of_key > of_query - self.window
-            if not self.causal:
-                seen &= of_key < of_query + self.window
-        if self.chunk is not None:
-            seen &= of_key // self.chunk == of_query // self.chunk
-        return seen
 
     def seen_from(
         self, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
@@ -60,7 +37,7 @@ class MaskWords:
             if not self.causal:
                 stop = torch.minimum(stop, queries + self.window)
         if self.chunk is not None:
-            start = queries // self.chunk * self.chunk
+            start = begins + (queries - begins) // self.chunk * self.chunk
             first = torch.maximum(first, start)
             stop = torch.minimum(stop, start + self.chunk)
         return first, torch.maximum(first, stop)

@@ -123,6 +123,13 @@ class ContextSplit:
             ]
         )
 
+    def places(self) -> torch.Tensor:
+        """Return each position's place in its document, (rows, length), int64 on the host."""
+        begins = [torch.tensor((0, *row.ends[:-1]), device="cpu") for row in self.rows]
+        every = torch.arange(self.length, device="cpu")
+        numbers = zip(begins, self.documents(), strict=True)
+        return torch.stack([every - begin[number] for begin, number in numbers])
+
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the positions of ``rank`` along ``dim`` of ``whole``, whose dim 0 is the rows."""
         at = self.positions(rank).to(whole.device)

@@ -13,7 +13,24 @@ import torch
 from meshwright import comm
 from support.internals.context_parallel import ContextSplit, MaskWords, SplitMethod, ring_attention
 
-__all__ = ["CLOSE", "KINDS", "METHODS", "Case", "Inputs", "by_blocks_of", "compare"]
+__all__ = ["CLOSE", "KINDS", "METHODS", "Case", "Inputs", "allowed", "by_blocks_of", "compare"]
+
+
+def allowed(words: MaskWords, split: ContextSplit) -> torch.Tensor:
+    """Which keys each query sees, without padding: (rows, queries, keys) of the whole."""
+    places, documents = split.places(), split.documents()
+    of_query, of_key = places.unsqueeze(-1), places.unsqueeze(-2)
+    seen = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    if words.causal:
+        seen &= of_key <= of_query
+    if words.window is not None:
+        seen &= of_key > of_query - words.window
+        if not words.causal:
+            seen &= of_key < of_query + words.window
+    if words.chunk is not None:
+        seen &= of_key // words.chunk == of_query // words.chunk
+    return seen
+
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = ("contiguous", "zigzag", "documents")
@@ -74,8 +91,7 @@ class Inputs:
         self.split = ContextSplit.of(
             case.documents, comm.communicator().size, case.method, max_share=0.4
         )
-        documents = self.split.documents()
-        self.mask = self.words.allowed(at, at, (documents, documents)).unsqueeze(1)
+        self.mask = allowed(self.words, self.split).unsqueeze(1)
         if padding is not None:
             self.mask = self.mask & padding[:, None, None]
         self.mask = self.mask.to(comm.communicator().device)
