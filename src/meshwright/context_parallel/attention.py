@@ -23,11 +23,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
-from meshwright.comm.graphs.untraced import untraced
 from meshwright.context_parallel.heads import attention_by_heads
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
+from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
 
@@ -185,6 +185,7 @@ def _importers(count: int) -> list[tuple[ModuleType, str]]:
     ]
 
 
+@not_traced
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -239,8 +240,7 @@ def sdpa(
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
     q, k, v = (x.unsqueeze(0) if is_flat else x for x in (query, key, value))
-    found = untraced(
-        state.attention,
+    found = state.attention(
         (q, k, v),
         MaskWords(causal=is_causal),
         attend,
@@ -370,6 +370,7 @@ def _eager(module: nn.Module, *given: Any, **options: Any) -> Any:  # noqa: ANN4
 def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that makes masks as ``make`` does, in words."""
 
+    @not_traced
     def held(**given: Any) -> Any:  # noqa: ANN401
         state = now_attending()
         if state is None:
@@ -408,6 +409,7 @@ class _Heads:
 def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
     """Make an attention function of transformers that computes as ``own`` does, over all ranks."""
 
+    @not_traced
     def attention(
         module: nn.Module,
         query: torch.Tensor,
@@ -443,8 +445,7 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
                 found = compute(own_heads, q, k, v, held.whole(state), **mine)
             return found[0].transpose(1, 2)
 
-        found = untraced(
-            state.attention,
+        found = state.attention(
             (query, key, value),
             held.words,
             attend,

@@ -25,6 +25,7 @@ from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.functions import gathered
 from meshwright.tensor_parallel.layouts import check_mesh
 from meshwright.torch_internals.tensors import is_view
+from meshwright.torch_internals.tracing import not_traced
 
 IGNORED = -100
 """Labels that no loss counts."""
@@ -203,6 +204,7 @@ def global_mean(total: torch.Tensor, count: torch.Tensor | float, mesh: DeviceMe
     return total * (ranks / counts).to(total.dtype)
 
 
+@not_traced
 def positions(length: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the positions of the ``length`` tokens that this rank has of each row.
 

@@ -57,7 +57,7 @@ ROOM_LINES: dict[str, int] = {
     "comm": 16059,
     "compiler": 1233,
     "composition": 5216,
-    "context_parallel": 1750,
+    "context_parallel": 1753,
     "data": 417,
     "data_parallel": 16421,
     "doctor": 681,
