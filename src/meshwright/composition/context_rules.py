@@ -15,6 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.context_parallel.attention import Attending, attending
 from meshwright.context_parallel.split import ContextSplit, document_lengths
+from meshwright.gradients import LocalLoss
 from meshwright.plan import ContextPlan, Plan
 from meshwright.settings import Problem
 from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -87,6 +88,7 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
             f"first tensor of a batch or in [context] sequence, found {lengths or 'none'}"
         )
     places = named.get(plan.documents)
+    places = places if isinstance(places, torch.Tensor) and places.ndim == 2 else None
     rows = [lengths] if places is None else document_lengths(places)
     if len({*map(tuple, rows)}) == 1:
         rows = rows[:1]
@@ -99,6 +101,21 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
     if padding is not None:
         padding = padding != 0 if padding.ndim == 2 else None
     return BatchSplit(Attending(axis, split, plan.method, padding), dims)
+
+
+def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLoss:
+    """Add up the loss of all parts of one batch. Collective; without gradients.
+
+    A mean weighs as many elements as the ``target`` of its part has.
+    """
+    weight = local.count
+    if local.is_mean and isinstance(target, torch.Tensor):
+        weight = float(target.numel())
+    sums = torch.zeros(2, dtype=torch.float64, device=axis.device)
+    sums[0] += local.total.detach() * (weight / local.count)
+    sums[1] += weight
+    axis.all_reduce(sums, label="loss of all parts").wait()
+    return replace(local, total=sums[0], count=sums[1])
 
 
 def context_split(

@@ -28,7 +28,7 @@ from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import Exchange, require_equal
-from meshwright.composition.context_rules import split_batch
+from meshwright.composition.context_rules import over_parts, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -305,12 +305,15 @@ class Trainable:
         settle()
         self._passes.happens(GroupEvent("an evaluation"))
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._peers.context is not None:
-            split = split_batch(batch, self.plan.context, self._peers.context)
+        context = self._peers.context
+        if context is not None:
+            split = split_batch(batch, self.plan.context, context)
             batch, target, around = split.part(batch), split.part(target), split.attending()
         with evaluating(self.module), self._autocast(), around:
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
+        if context is not None:
+            local = over_parts(local, target, context)
         return EvalResult(output=output, loss=local.total.float() / local.count)
 
     # ------------------------------------------------------------------------ what it holds

@@ -173,12 +173,10 @@ class WholeRun:
             parameters = dict(model.named_parameters())
             _agree(split, _dtensor_problems(split, outputs, parameters))
             problems = [*_output_problems(split, outputs, self._outputs, alike)]
-            if split.explain is not None and any(
-                split.judges.gather_values(problems, label=_LABEL)
-            ):
-                problems = [*split.explain(model, partial(self._again, model, split)), *problems][
-                    :1
-                ]
+            explain = split.explain if split.judges.backend != "fake" else None
+            if explain is not None and any(split.judges.gather_values(problems, label=_LABEL)):
+                said = explain(model, partial(self._again, model, split))
+                problems = [*said, *problems][:1]
             _agree(split, problems)
             seeds = [_seed(whole) for _, whole in alike]
             if len(alike) < self._counted:

@@ -82,7 +82,6 @@ class Attending:
                 '"ring" cannot compute in parts. Set method = "all-to-all", with heads that '
                 f"{self.axis.size} divides"
             )
-        words = replace(words, padding=self.padding)
         return ring_attention(
             *qkv, self.split, self.axis, words, scale=scale, sinks=sinks, label=label
         )
@@ -389,7 +388,7 @@ def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
                 f"{tuple(padding.shape)}, this rank's part of padding: give the whole one to "
                 "context_parallel(attention_mask=...)"
             )
-        return HeldMask(words, make, given)
+        return HeldMask(replace(words, padding=state.padding), make, given)
 
     return held
 
