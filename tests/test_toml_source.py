@@ -177,7 +177,7 @@ names = ["a", 1]
 [axes]
 shard = 0
 replicate = 0
-context = 2
+contxt = 2
 """
     assert [problem.split(": ")[0] for problem in problems(text)] == [
         "line 2",

@@ -81,7 +81,7 @@ def body(axes: dict[str, int], loss: Any, length: int, context: Any, train: Any)
         ({"context": 4}, counted, 13, {}, {}),
         ({"replicate": 2, "context": 2}, mean, 12, {"split": "contiguous"}, {}),
         ({"shard": 2, "context": 2}, counted, 9, {"method": "ring"}, {"accumulate": 2}),
-        ({"context": 2}, mean, 12, {}, {"compile": True}),
+        pytest.param({"context": 2}, mean, 12, {}, {"compile": True}, marks=pytest.mark.slow),
     ],
     ids=["ring", "heads", "four", "replicate", "shard", "compile"],
 )
