@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from meshwright import init_device_mesh
 from meshwright.composition import parallelize
+from meshwright.context_parallel import context_parallel
 from meshwright.plan import ContextPlan, ExpertPlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
 from support.internals.axes import Axes
@@ -149,3 +151,16 @@ def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) ->
 def test_a_model_that_attends_across_documents_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r'first in .*self_attn.*set documents = "none"'):
         check(ranks, "gpt_oss", {"context": 2}, ContextPlan(), "packed")
+
+
+def test_positions_that_a_model_counts_itself_are_refused(ranks: Ranks) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model, ids = dense("llama"), torch.randint(3, WORDS, (2, 12))
+        buffers = [ids, torch.arange(12).repeat(2, 1)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]):
+            model(input_ids=ids, position_ids=buffers[1])
+            with pytest.raises(ValueError, match="LlamaAttention of layer 0 got positions 0 to 5"):
+                model(input_ids=ids)
+
+    ranks(2, run)

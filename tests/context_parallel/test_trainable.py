@@ -158,8 +158,14 @@ def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
             laid.step(ids[:, :1], target[:, :1])
         with pytest.raises(ValueError, match="one length of the sequences, in dim 1"):
             laid.step(ids[:, 0], target[:, 0])
-        with pytest.raises(ValueError, match="equally many elements of the target"):
+        with pytest.raises(ValueError, match="have 48, 40 elements of the target"):
             laid.step(ids[:, :11], target[:, :11])  # a mean over 6 and 5 positions
+        ignoring = target.clone()
+        ignoring[:, :3] = -100
+        with pytest.raises(
+            ValueError, match=r"a mean, and the parts of ranks \[0, 1\] have \d+, \d+"
+        ):
+            laid.step(ids, ignoring)
         laid.step(ids, target)
         narrow = copy.deepcopy(model_of())
         with pytest.raises(PlanError, match="pipeline"):

@@ -69,9 +69,9 @@ def parallelize(
     rank 0. A ``model`` on the meta device gets the values of ``[train] seed``, the same on every
     layout. ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a
     mean, or ``(sum, count)``; either way the gradient is that of the mean over the global batch.
-    ``example`` is a small batch of inputs, as for `Trainable.step`; axes pipeline, expert and
-    tensor run the model on it. ``group`` is a process group, None for all ranks; a process without
-    one connects first.
+    ``example`` is a small batch of inputs, as for `Trainable.step`; axes pipeline, context,
+    expert and tensor run the model on it. ``group`` is a process group, None for all ranks; a
+    process without one connects first.
 
     ``model`` is changed in place. With axis pipeline it keeps the parameters of this rank's stages,
     which share them; the memory of all others is freed, and reading them, or calling ``model``

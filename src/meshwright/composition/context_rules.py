@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.streams import is_host
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.context_parallel.attention import Attending, attending
-from meshwright.context_parallel.split import ContextSplit, document_lengths
+from meshwright.context_parallel.split import ContextSplit, document_lengths, labels_of_parts
 from meshwright.gradients import LocalLoss
 from meshwright.plan import ContextPlan, Plan
 from meshwright.settings import Problem
@@ -53,6 +54,23 @@ class BatchSplit:
     def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         state = self.state
         return state.split.part(whole, state.axis.rank, dim)
+
+    def check_mean(self, target: object) -> None:
+        """Raise ValueError where parts of a ``target`` of labels have unequally many of them.
+
+        Not on a device, where the host would have to wait.
+        """
+        split, axis = self.state.split, self.state.axis
+        if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
+            return
+        if target.shape[1:2] != (split.length,) or not is_host(target.device):
+            return
+        if len({*(counts := labels_of_parts(target, split))}) > 1:
+            raise ValueError(
+                f"axis context: the loss is a mean, and the parts of ranks {list(axis.ranks)} have "
+                f"{', '.join(map(str, counts))} elements of the target that count (-100 does not): "
+                "return (sum, count) from the loss function"
+            )
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """Catch attention of this batch in the block."""

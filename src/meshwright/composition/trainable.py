@@ -420,6 +420,7 @@ class Trainable:
         """Run forward and backward of ``part``, whose first sample has number ``first``."""
         batch, target, size = part
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        split, goal = None, target
         if self._peers.context is not None:
             split = split_batch(batch, self.plan.context, self._peers.context)
             batch, target, around = split.part(batch), split.part(target), split.attending
@@ -435,6 +436,8 @@ class Trainable:
                 local = apply_loss(self._loss, output, target, self._sources.look)
                 if self._is_balanced:
                     local = with_balance(local, self.module, self.plan.expert, self._peers.data)
+            if split is not None and local.is_mean:
+                split.check_mean(goal)
             window.add(local, size, target)
             if is_last:
                 window.close()

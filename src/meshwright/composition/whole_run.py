@@ -201,7 +201,7 @@ class WholeRun:
         recomputation has been set up.
         """
         with phase(f"record what axis {split.axis.axis} sends"), observe(recorder := Recorder()):
-            with computing, split.computing():
+            with computing:
                 outputs = self._forward(model, split.inputs)
             count = len(recorder.collectives)
             pairs = zip(outputs, self._outputs, strict=True)

@@ -23,21 +23,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
-from meshwright.context_parallel.heads import attention_by_heads
+from meshwright.comm.streams import is_host
+from meshwright.context_parallel.heads import Attend, attention_by_heads, heads_divide
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
 from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
-
-
-def heads_divide(queries: int, keys: int, ranks: int) -> bool:
-    """Whether heads of queries, and of keys, split over ``ranks``."""
-    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
-
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, range], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -90,6 +83,22 @@ class Attending:
         """Whether queries and keys are this rank's part of the sequence."""
         own = sum(stop - start for start, stop in self.split.rows[0].parts[self.axis.rank])
         return query.shape[-2] == own == key.shape[-2]
+
+    def check_positions(self, given: torch.Tensor | None, label: str) -> None:
+        """Raise ValueError where the model has counted this rank's part from 0 itself.
+
+        Not on a device, where the host would have to wait.
+        """
+        if given is None or given.ndim != 2 or not is_host(given.device):
+            return
+        rank, length = self.axis.rank, given.shape[1]
+        counted = torch.arange(length, device="cpu")
+        known = (self.split.positions(rank)[0], self.split.part(self.split.places(), rank)[0])
+        if torch.equal(given[0], counted) and not any(torch.equal(x, counted) for x in known):
+            raise ValueError(
+                f"axis {self.axis.axis}: {label} got positions 0 to {length - 1}, which the model "
+                "has counted itself: give it position_ids, as a buffer that is split"
+            )
 
     def refuse_dropout(self, p: float, label: str) -> None:
         """Raise ValueError for dropout inside of attention."""
@@ -425,6 +434,7 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
         index = getattr(module, "layer_idx", None)
         label = f"{type(module).__name__}{'' if index is None else f' of layer {index}'}"
         state.refuse_dropout(options.get("dropout") or 0.0, label)
+        state.check_positions(options.get("position_ids"), label)
         held = attention_mask
         if held is None:
             causal = options.get("is_causal")

@@ -28,6 +28,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, range], Tensor]
 """Attention of whole sequences: q, k, v, and which query heads of the model these are."""
 
 
+def heads_divide(queries: int, keys: int, ranks: int) -> bool:
+    """Whether so many heads of queries, and of keys, split over ``ranks``."""
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
 def attention_by_heads(
     q: Tensor,
     k: Tensor,
@@ -54,7 +59,7 @@ def attention_by_heads(
     to_do = 'Set method = "ring" in [context], which splits no heads'
     if heads[0] % size:
         raise ValueError(f"{where} {heads[0]} query heads, which {size} does not divide. {to_do}")
-    if heads[1] % size and size % heads[1]:
+    if not heads_divide(heads[0], heads[1], size):
         raise ValueError(
             f"{where} {heads[1]} key heads: {size} does not divide them, nor they {size}. {to_do}"
         )

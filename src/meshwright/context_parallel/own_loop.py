@@ -20,15 +20,18 @@ import torch
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.context_parallel.attention import Attending, Method, attending, now_attending
-from meshwright.context_parallel.split import ContextSplit, SplitMethod, document_lengths
+from meshwright.context_parallel.split import (
+    IGNORED,
+    ContextSplit,
+    SplitMethod,
+    document_lengths,
+    labels_of_parts,
+)
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.functions import gathered
 from meshwright.tensor_parallel.layouts import check_mesh
 from meshwright.torch_internals.tensors import is_view
 from meshwright.torch_internals.tracing import not_traced
-
-IGNORED = -100
-"""Labels that no loss counts."""
 
 _ROTATIONS: dict[str, Method] = {"allgather": "all-to-all", "alltoall": "ring"}
 
@@ -178,9 +181,7 @@ def _counts(
     for each, dim in zip(buffers, dims, strict=True):
         is_whole = not each.is_floating_point() and each.dtype != torch.bool
         if each is labels or (labels is None and is_whole and bool((each == IGNORED).any())):
-            counted = (each != IGNORED).long()
-            parts = [split.part(counted, rank, dim) for rank in range(split.ranks)]
-            return [int(part.sum()) for part in parts]
+            return labels_of_parts(each, split, dim)
     if labels is not None:
         raise ValueError("context_parallel: labels is none of the buffers")
     return [split.positions(rank).numel() for rank in range(split.ranks)]

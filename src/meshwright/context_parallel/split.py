@@ -148,6 +148,16 @@ def _taken(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
     return x.movedim(dim, 1)[rows, at].movedim(1, dim)
 
 
+IGNORED = -100
+"""Labels that no loss counts."""
+
+
+def labels_of_parts(labels: torch.Tensor, split: ContextSplit, dim: int = 1) -> list[int]:
+    """Count the ``labels`` of each rank's part that a mean loss counts, those other than -100."""
+    counted = (labels != IGNORED).long()
+    return [int(split.part(counted, rank, dim).sum()) for rank in range(split.ranks)]
+
+
 def document_lengths(positions: torch.Tensor) -> list[list[int]]:
     """Return the lengths of the documents of each row of ``positions`` (rows, length).
 
