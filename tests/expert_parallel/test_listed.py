@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
@@ -71,6 +77,18 @@ def check(number: int, sizes: list[int], folder: Path) -> None:
     for model in (plain, many):
         checkpoint.load(folder, model=model)
         assert all(map(torch.equal, model.state_dict().values(), values.values()))
+    # Functions of torch look each name up in the model.
+    whole = get_model_state_dict(many, options=StateDictOptions(full_state_dict=True))
+    assert list(whole) == names
+    assert all(map(torch.equal, whole.values(), values.values()))
+    optimizer = torch.optim.AdamW(many.experts.parameters())
+    optimizer.step()
+    state = get_optimizer_state_dict(many, optimizer)["state"]
+    assert set(state) == {f"experts.{name}" for name, _ in many.experts.named_parameters()}
+    for parameter in many.parameters():
+        parameter.detach().zero_()
+    set_model_state_dict(many, dict(values), options=StateDictOptions(full_state_dict=True))
+    assert all(map(torch.equal, many.state_dict().values(), values.values()))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"experts.0__bias"'):
         many.load_state_dict({key: x for key, x in values.items() if key != "experts.1.0.bias"})
 

@@ -63,6 +63,12 @@ class ListedExperts(nn.Module):
         self.register_state_dict_post_hook(_unstack)
         self.register_load_state_dict_pre_hook(_stack)
 
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as that of nn.Module
+        # torch's state dict functions look names of ``state_dict`` up, attribute by attribute.
+        if name.isdigit() and int(name) < self.num_experts:
+            return vars(self)["form"]
+        return super().__getattr__(name)
+
     def forward(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

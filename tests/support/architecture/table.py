@@ -63,7 +63,7 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 681,
     "environment": 219,
     "errors": 150,
-    "expert_parallel": 1323,
+    "expert_parallel": 1329,
     "fsdp": 5685,
     "gradients": 1601,
     "integrations": 1214,
