@@ -97,6 +97,44 @@ def test_trains_as_one_process(
         assert difference is None, difference
 
 
+def dropped() -> nn.Module:
+    """With dropout behind each layer, which draws in the recomputation again, and on ids."""
+    model = model_of()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = nn.Sequential(layer, nn.Dropout(0.3))
+    return model
+
+
+def dropping(axes: dict[str, int], context: Any, train: Any) -> Any:
+    plan = Plan(
+        axes=Axes.of(axes),
+        context=ContextPlan(**context),
+        train=TrainPlan(clip_norm=0.5, dropout="global", **train),
+    )
+    example = batches(13, 1, 0)[0][0][:2]
+    laid = parallelize(dropped(), plan, optimizer=adamw, loss=counted, example=(example,))
+    return record(laid, batches(13, laid.data_size, laid.data_rank))
+
+
+@pytest.mark.parametrize(
+    ("axes", "context", "train"),
+    [
+        ({"context": 2}, {"method": "ring"}, {"recompute": ("layers.*",)}),
+        ({"context": 2, "replicate": 2}, {"method": "all-to-all"}, {"accumulate": 2}),
+        ({"context": 2, "shard": 2}, {"split": "documents"}, {}),
+    ],
+    ids=["recompute", "replicate", "shard"],
+)
+def test_dropout_draws_what_one_process_draws(
+    ranks: Ranks, axes: dict[str, int], context: Any, train: Any
+) -> None:
+    """Parts of activations get their parts of the masks, by the positions that a rank has."""
+    (expected,) = ranks(1, partial(dropping, {}, {}, {}))
+    for found in ranks(Axes.of(axes).world_size, partial(dropping, axes, context, train)):
+        difference = first_difference(found, expected, 1e-9)
+        assert difference is None, difference
+
+
 class Mixing(Model):
     """A convolution over time after the first layer."""
 

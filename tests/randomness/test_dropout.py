@@ -47,6 +47,29 @@ def test_splitmix64_gives_its_known_numbers() -> None:
     assert [n & 0xFFFFFFFF for n in found[1].tolist()] == halves[:5]
 
 
+@pytest.mark.parametrize("width", [(), (6,), (7,), (3, 4)])
+def test_listed_positions_have_their_part_of_one_mask(width: tuple[int, ...]) -> None:
+    """Of each sample others, along the dim behind the samples, beside a contiguous part."""
+    draws, samples = Draws(seed=3, step=5), [4, 0, 7]
+    whole = mask(draws, samples, width=(9, *width))
+    assert 0 < (whole == 0).sum() < whole.numel()
+    rows = torch.stack([torch.randperm(9)[:5] for _ in samples])
+    for listed in (rows, rows[:1]):
+        part = DimPart(dim=1, index=0, parts=2, whole=9, positions=listed)
+        draws.begin_step(5)
+        with draws.split(part):
+            found = mask(draws, samples, width=(5, *width))
+        expected = torch.stack(
+            [row[at] for row, at in zip(whole, listed.expand(3, 5), strict=True)]
+        )
+        assert torch.equal(found, expected)
+    with (
+        draws.split(part),
+        pytest.raises(LayoutError, match="expected 5 of 9 elements along dim 1"),
+    ):
+        mask(draws, samples, width=(4, *width))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_cut_of_a_batch_has_its_part_of_one_mask(ranks: int) -> None:
     draws = Draws(seed=3, step=5)

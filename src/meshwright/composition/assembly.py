@@ -117,7 +117,7 @@ def parallelize(
         whole.compare(model, tensor_split(peers.tensor))
     if whole is not None and (styles or peers.context is not None):
         split_over_experts(model, styles, peers)
-        whole.compare(model, _parts_split(plan, moved_to(inputs, everyone), peers))
+        whole.compare(model, _parts_split(plan, moved_to(inputs, everyone), peers, draws))
     if plan.train.batch_norm == "sync":
         synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
@@ -144,12 +144,14 @@ def parallelize(
     )
 
 
-def _parts_split(plan: Plan, example: Inputs, peers: LayoutCommunicators) -> AxisSplit:
+def _parts_split(
+    plan: Plan, example: Inputs, peers: LayoutCommunicators, draws: Draws | None
+) -> AxisSplit:
     """How axes expert and context split a model."""
     experts = None if peers.expert is None else expert_split(peers)
     if peers.context is not None:
         batch = split_batch(example, plan.context, peers.context)
-        return context_split(peers.context, peers.passes, batch, experts)
+        return context_split(peers.context, peers.passes, batch, draws, experts)
     if experts is None:
         raise InternalError("a plan without axes expert and context has no parts")
     return experts

@@ -18,6 +18,7 @@ from meshwright.context_parallel.attention import Attending, attending
 from meshwright.context_parallel.split import ContextSplit, document_lengths, labels_of_parts
 from meshwright.gradients import LocalLoss
 from meshwright.plan import ContextPlan, Plan
+from meshwright.randomness import DimPart, Draws
 from meshwright.settings import Problem
 from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -72,9 +73,15 @@ class BatchSplit:
                 "return (sum, count) from the loss function"
             )
 
-    def attending(self) -> contextlib.AbstractContextManager[None]:
-        """Catch attention of this batch in the block."""
-        return attending(self.state)
+    @contextlib.contextmanager
+    def attending(self, draws: Draws | None = None) -> Iterator[None]:
+        """Catch attention of this batch in the block, and drop as the whole batch does."""
+        state = self.state
+        split, axis = state.split, state.axis
+        places = split.positions(axis.rank).to(axis.device)
+        own = DimPart(dim=1, index=axis.rank, parts=axis.size, whole=split.length, positions=places)
+        with attending(state), contextlib.nullcontext() if draws is None else draws.split(own):
+            yield
 
 
 def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSplit:
@@ -137,7 +144,11 @@ def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLos
 
 
 def context_split(
-    axis: Communicator, judges: Communicator, batch: BatchSplit, inside: AxisSplit | None
+    axis: Communicator,
+    judges: Communicator,
+    batch: BatchSplit,
+    draws: Draws | None,
+    inside: AxisSplit | None,
 ) -> AxisSplit:
     """How axis context splits a model on the example ``batch``; ``inside``: one with experts."""
     text = f"axis context: split over {axis.size} ranks, the model's outputs differ on the example"
@@ -166,7 +177,7 @@ def context_split(
         split,
         inputs=batch.part,
         part=batch.part,
-        computing=batch.attending,
+        computing=functools.partial(batch.attending, draws),
         explain=explain,
         sums=(*split.sums, axis),
     )
@@ -176,15 +187,11 @@ def context_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """Yield what axis context cannot do with ``model`` and the rest of ``plan``."""
     if plan.axes.size("context") == 1:
         return
-    for axis, table, key, value in (
-        ("pipeline", "axes", "pipeline", plan.axes.size("pipeline") > 1),
-        ('dropout = "global"', "train", "dropout", plan.train.dropout == "global"),
-    ):
-        if value:
-            yield Problem(
-                (table, key),
-                f"axis context beside {axis} is not built yet: leave one of them out",
-            )
+    if plan.axes.size("pipeline") > 1:
+        yield Problem(
+            ("axes", "pipeline"),
+            "axis context beside axis pipeline is not built yet: leave one of them out",
+        )
     for name, module in model.named_modules():
         p = getattr(module, "attention_dropout", None)
         if isinstance(p, float) and p:

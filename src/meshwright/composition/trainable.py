@@ -423,7 +423,8 @@ class Trainable:
         split, goal = None, target
         if self._peers.context is not None:
             split = split_batch(batch, self.plan.context, self._peers.context)
-            batch, target, around = split.part(batch), split.part(target), split.attending
+            batch, target = split.part(batch), split.part(target)
+            around = partial(split.attending, self._draws)
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale

@@ -51,19 +51,25 @@ def name_seed(seed: int, *names: object) -> int:
 
 
 def random_bits(
-    seed: int, samples: torch.Tensor, box: Box, shape: tuple[int, ...], device: torch.device
+    seed: int,
+    samples: torch.Tensor,
+    box: Box,
+    shape: tuple[int, ...],
+    device: torch.device,
+    listed: Mapping[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Draw 32 bits for each element of ``box`` of each sample: int32 ``(samples, *box.shape)``.
 
     A sample is a row-major tensor of ``shape``. The bits of an element depend on ``seed``, its
     sample's number in ``samples`` (int64, 1-D) and its position in the sample, and on nothing else.
+    ``listed``: positions along some dims, where ``box`` has their number alone: (1 or samples, n).
     """
     # Scramble keys, too: otherwise consecutive samples would have shifted copies of one sequence.
     keys = (samples.to(device) + 1).mul_(_STEP).bitwise_xor_(_signed(seed))
     _scramble(keys, torch.empty_like(keys))
-    start = _flat_start(box, shape)
+    start = None if listed else _flat_start(box, shape)
     if start is None or start % 2:
-        return _scattered(keys, box, shape)
+        return _scattered(keys, box, shape, listed or {})
     count = box.numel
     words = torch.arange(start // 2, (start + count + 1) // 2, device=device).mul_(_STEP)
     found = torch.empty(len(keys), len(words), dtype=torch.int64, device=device)
@@ -79,30 +85,39 @@ def random_bits(
     return found.view(torch.int32)[:, :count].reshape(len(keys), *box.shape)
 
 
-def _scattered(keys: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+def _scattered(
+    keys: torch.Tensor, box: Box, shape: tuple[int, ...], listed: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
     """Draw as `random_bits` does for elements that are not contiguous in a sample."""
-    if not (shape[-1] % 2 or box.offset[-1] % 2 or box.shape[-1] % 2):
+    odd = shape[-1] % 2 or box.offset[-1] % 2 or box.shape[-1] % 2
+    if not (odd or len(shape) - 1 in listed):
         # Both halves of each word are needed, next to each other.
         pairs = Box((*box.offset[:-1], box.offset[-1] // 2), (*box.shape[:-1], box.shape[-1] // 2))
-        at = _places(pairs, (*shape[:-1], shape[-1] // 2), keys.device)
+        at = _places(pairs, (*shape[:-1], shape[-1] // 2), keys.device, listed)
         return _words(keys, at).view(torch.int32)
-    at = _places(box, shape, keys.device)
+    at = _places(box, shape, keys.device, listed)
     return _words(keys, at >> 1).bitwise_right_shift_((at & 1) * 32).to(torch.int32)
 
 
 def _words(keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    words = keys.view(-1, *(1,) * numbers.ndim) + numbers * _STEP
+    words = keys.view(-1, *(1,) * (numbers.ndim - 1)) + numbers * _STEP
     _scramble(words, torch.empty_like(words))
     return words
 
 
-def _places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The flat position in a sample of each element of ``box``."""
+def _places(
+    box: Box, shape: tuple[int, ...], device: torch.device, listed: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """The flat position in a sample of each element of ``box``: (1 or samples, *box.shape)."""
     at = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
-        places = torch.arange(box.offset[dim], box.offset[dim] + box.shape[dim], device=device)
-        at = at + places.mul_(stride).view(-1, *(1,) * (len(shape) - dim - 1))
+        places = listed.get(dim)
+        if places is None:
+            start = box.offset[dim]
+            places = torch.arange(start, start + box.shape[dim], device=device).unsqueeze(0)
+        others = (1,) * (len(shape) - dim - 1)
+        at = at + (places.to(device) * stride).view(len(places), *(1,) * dim, -1, *others)
         stride *= shape[dim]
     return at
 
@@ -134,7 +149,8 @@ class DimPart:
     """This rank's shard of one dim of an activation.
 
     ``DimPart(dim=1, index=rank, parts=4)`` is a quarter of the sequence, ``dim=-1`` one of the
-    hidden dim. ``whole`` is the full size of the dim if parts may differ, by torch's rule.
+    hidden dim. ``whole`` is the full size of the dim if parts may differ, by torch's rule, or by
+    ``positions``: those of this rank's elements, int64, (1 or samples, elements).
     """
 
     dim: int
@@ -142,11 +158,14 @@ class DimPart:
     index: int
     parts: int
     whole: int | None = None
+    positions: torch.Tensor | None = None
 
     def place(self, size: int, site: str) -> tuple[int, int]:
         """Return the position of the first of this rank's ``size`` elements, and the full size."""
         whole = size * self.parts if self.whole is None else self.whole
         start, expected = chunk(whole, self.parts, self.index)
+        if self.positions is not None:
+            start, expected = 0, self.positions.shape[1]
         if size != expected:
             raise LayoutError(
                 f"dropout {site!r}: expected {expected} of {whole} elements along dim {self.dim} "
@@ -194,6 +213,7 @@ class Draws:
         self._now: _Microbatch | None = None
         self.is_rehearsal = False
         """True within `rehearsal`, where nothing is dropped."""
+        self._parts: tuple[DimPart, ...] = ()
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -233,6 +253,15 @@ class Draws:
             self._now = before
 
     @contextlib.contextmanager
+    def split(self, *parts: DimPart) -> Iterator[None]:
+        """Split the activations of all modules by ``parts``, in forwards and backwards within."""
+        before, self._parts = self._parts, parts
+        try:
+            yield
+        finally:
+            self._parts = before
+
+    @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Disable dropout in the block, for runs that only observe shapes or module order."""
         before, self.is_rehearsal = self.is_rehearsal, True
@@ -266,16 +295,19 @@ class Draws:
                 "per_rank, to let each rank draw for itself"
             )
         offset, shape = [0] * (len(local) - 1), list(local[1:])
-        for part in parts:
+        listed = {}
+        for part in (*self._parts, *parts):
             dim = part.dim % len(local)
             if not dim:
                 raise LayoutError(
                     f"dropout {site!r}: samples are identified by numbers, not {part}"
                 )
+            if part.positions is not None:
+                listed[dim - 1] = part.positions
             offset[dim - 1], shape[dim - 1] = part.place(local[dim], site)
         seed = name_seed(self.seed, "dropout", self.step, call.site, call.number)
         box = Box(tuple(offset), tuple(local[1:]))
-        return random_bits(seed, call.samples, box, tuple(shape), device)
+        return random_bits(seed, call.samples, box, tuple(shape), device, listed)
 
     def _count(self, site: str) -> _DropoutCall:
         now = self._now
