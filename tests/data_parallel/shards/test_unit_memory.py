@@ -260,7 +260,7 @@ def objects_of_units(kind: str) -> float:
     return (counts[1] - counts[0]) / 8
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fully_shard", 240), ("class", 170)])
+@pytest.mark.parametrize(("kind", "most"), [("fully_shard", 220), ("class", 170)])
 def test_a_unit_leaves_few_objects_to_the_collector(ranks: Ranks, kind: str, most: int) -> None:
     """With many, the collector takes longer for each unit the more units there are."""
     assert max(ranks(2, objects_of_units, kind)) <= most

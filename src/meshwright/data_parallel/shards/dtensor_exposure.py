@@ -155,8 +155,9 @@ class ExposedTensors(Exposure):
         before = [known.get(slot, slot.original) for slot in group.slots]
         found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
         self._entries[group] = found
-        for entry in found:
-            mark_mean((entry.exposed, entry.slot.full), group.axes.reached)
+        # Statistics of experts ask between forward and backward, too.
+        fulls = [entry.slot.full for entry in found if entry.slot.outer is not None]
+        mark_mean([*(entry.exposed for entry in found), *fulls], group.axes.reached)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
