@@ -19,13 +19,14 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.local_leaves import local_part_of
+from meshwright.comm.dtensors.local_leaves import is_taken_over, local_part_of
 from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
 from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
+from meshwright.gradients import mean_axes
 from meshwright.tensor_parallel.functions import copy_to, gather_from, own_part, scatter_to
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
@@ -157,8 +158,18 @@ class ExpertLayer(nn.Module):
 
     def _local(self, key: str) -> torch.Tensor:
         """Return this rank's experts of a parameter; their gradient is that of all slices."""
-        part, slices = local_part_of(getattr(self, key)), self._meshwright_style.slices
-        return part if slices is None else copy_to(part, slices, self._meshwright_style.site.labels)
+        parameter, slices = getattr(self, key), self._meshwright_style.slices
+        labels, is_trained = self._meshwright_style.site.labels, parameter.requires_grad
+        if is_trained and torch.is_grad_enabled() and mean_axes((parameter,)):
+            # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
+            if not is_taken_over(parameter):
+                raise RuntimeError(
+                    f"'{labels.name}' is called outside of its unit of fully_shard, which would "
+                    f"not reduce this gradient of {key}. Where several blocks share these experts, "
+                    "shard a module that holds all of the blocks, as one unit"
+                )
+        part = local_part_of(parameter)
+        return part if slices is None else copy_to(part, slices, labels)
 
     @contextmanager
     def _on_leaves(self, count: int) -> Iterator[list[torch.Tensor]]:
