@@ -144,7 +144,7 @@ def test_weights_of_another_shape(ranks: Ranks) -> None:
 
 
 def test_experts_that_two_units_share(ranks: Ranks) -> None:
-    """Where no rank holds the same experts, nothing is gathered, so that their numbers are right."""
+    """Where no rank holds the same experts, nothing is gathered, so that shapes do not tell."""
 
     def body() -> None:
         torch.manual_seed(0)

@@ -159,15 +159,15 @@ class ExpertLayer(nn.Module):
     def _local(self, key: str) -> torch.Tensor:
         """Return this rank's experts of a parameter; their gradient is that of all slices."""
         parameter, slices = getattr(self, key), self._meshwright_style.slices
-        labels, is_trained = self._meshwright_style.site.labels, parameter.requires_grad
-        if is_trained and torch.is_grad_enabled() and mean_axes((parameter,)):
-            # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
-            if not is_taken_over(parameter):
-                raise RuntimeError(
-                    f"'{labels.name}' is called outside of its unit of fully_shard, which would "
-                    f"not reduce this gradient of {key}. Where several blocks share these experts, "
-                    "shard a module that holds all of the blocks, as one unit"
-                )
+        labels = self._meshwright_style.site.labels
+        is_trained = parameter.requires_grad and torch.is_grad_enabled()
+        # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
+        if is_trained and mean_axes((parameter,)) and not is_taken_over(parameter):
+            raise RuntimeError(
+                f"'{labels.name}' is called outside of its unit of fully_shard, which would not "
+                f"reduce this gradient of {key}. Where several blocks share these experts, shard a "
+                "module that holds all of the blocks, as one unit"
+            )
         part = local_part_of(parameter)
         return part if slices is None else copy_to(part, slices, labels)
 
