@@ -159,17 +159,9 @@ class ExpertLayer(nn.Module):
     def _local(self, key: str) -> torch.Tensor:
         """Return this rank's experts of a parameter; their gradient is that of all slices."""
         parameter, slices = getattr(self, key), self._meshwright_style.slices
-        labels = self._meshwright_style.site.labels
-        is_trained = parameter.requires_grad and torch.is_grad_enabled()
-        # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
-        if is_trained and mean_axes((parameter,)) and not is_taken_over(parameter):
-            raise RuntimeError(
-                f"'{labels.name}' is called outside of its unit of fully_shard, which would not "
-                f"reduce this gradient of {key}. Where several blocks share these experts, shard a "
-                "module that holds all of the blocks, as one unit"
-            )
+        self._check_unit(key, parameter)
         part = local_part_of(parameter)
-        return part if slices is None else copy_to(part, slices, labels)
+        return part if slices is None else copy_to(part, slices, self._meshwright_style.site.labels)
 
     @contextmanager
     def _on_leaves(self, count: int) -> Iterator[list[torch.Tensor]]:
@@ -198,6 +190,17 @@ class ExpertLayer(nn.Module):
                 f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
                 "(output_router_logits=True), computed from this rank's tokens. Set it to False "
                 'and give [expert] auxiliary and balance = "global", or set balance = "rank"'
+            )
+
+    def _check_unit(self, key: str, parameter: nn.Parameter) -> None:
+        """Raise RuntimeError where data-parallel ranks would not reduce a gradient of experts."""
+        is_trained = parameter.requires_grad and torch.is_grad_enabled()
+        # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
+        if is_trained and mean_axes((parameter,)) and not is_taken_over(parameter):
+            raise RuntimeError(
+                f"'{self._meshwright_style.site.labels.name}' is called outside of its unit of "
+                f"fully_shard, which would not reduce this gradient of {key}. Where several blocks "
+                "share these experts, shard a module that holds all of the blocks, as one unit"
             )
 
     def _checked_weights(
