@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,24 @@ def test_a_list_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, check, 3, [4, 3], tmp_path)
 
 
+class Acting(nn.Linear):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(D, D)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(super().forward(x))
+
+
+def test_an_optimizer_of_the_list_trains_nothing_and_says_so() -> None:
+    block = Listed(2)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    experts_of(block)
+    block(torch.randn(3, D)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter '0\.0\.weight' as it was before experts_of"):
+        optimizer.step()
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a Linear with one nn.ModuleList, of experts"):
         experts_of(nn.Linear(1, 1))
@@ -105,6 +124,16 @@ def test_what_is_refused() -> None:
     block.experts[1] = nn.Linear(D, D)
     with pytest.raises(ValueError, match="expected experts of 'experts' of one class"):
         experts_of(block)
+    shared = nn.Linear(D, D)
+    for unlike in (
+        [nn.Sequential(nn.Linear(D, D), each) for each in (nn.ReLU(), nn.Tanh())],
+        [nn.Sequential(nn.Linear(D, D), nn.Dropout(p)) for p in (0.1, 0.2)],
+        [Acting(torch.relu), Acting(torch.tanh)],
+        [nn.Sequential(nn.Linear(D, D), shared) for _ in range(2)],
+    ):
+        block.experts = nn.ModuleList(unlike)
+        with pytest.raises(ValueError, match="expected experts of 'experts' of one class and equ"):
+            experts_of(block)
     block.experts = nn.ModuleList(nn.BatchNorm1d(D) for _ in range(2))
     with pytest.raises(ValueError, match="without buffers"):
         experts_of(block)

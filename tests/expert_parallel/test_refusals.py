@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import comm, parallelize_module
+from meshwright import comm, fully_shard, init_device_mesh, parallelize_module
 from meshwright.expert_parallel import ExpertParallel
 from meshwright.testing import Ranks, RanksFailed
 from support.expert_parallel.samples import Block, D, Fused, Own, alike, expert_mesh, over
@@ -139,5 +139,33 @@ def test_weights_of_another_shape(ranks: Ranks) -> None:
         )
         with pytest.raises(ValueError, match=whole(text)):
             many.experts(x, indices, torch.ones(3, 4, dtype=torch.float64))
+
+    ranks(2, body)
+
+
+def test_experts_that_two_units_share(ranks: Ranks) -> None:
+    """Where no rank holds the same experts, nothing is gathered, so that shapes do not tell."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        shared = Fused(4)
+        one, two = (alike(nn.Sequential(Block(shared, 2), Block(shared, 2)))[1] for _ in "ab")
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "ep"))
+        dense = mesh["shard", "ep"]._flatten("dense")
+        for model in (one, two):
+            parallelize_module(model, mesh["ep"], {"0.experts": ExpertParallel()})
+        for block in two:
+            fully_shard(block, mesh=dense)
+        x = torch.randn(5, D, dtype=torch.float64)
+        fully_shard(one, mesh=dense)(x).sum().backward()
+        text = (
+            "'0.experts' is called outside of its unit of fully_shard, which would not reduce this "
+            "gradient of gate_up_proj. Where several blocks share these experts, shard a module "
+            "that holds all of the blocks, as one unit"
+        )
+        with pytest.raises(RuntimeError, match=whole(text)):
+            fully_shard(two, mesh=dense)(x)
+        with torch.no_grad():
+            two(x)
 
     ranks(2, body)

@@ -19,13 +19,14 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.local_leaves import local_part_of
+from meshwright.comm.dtensors.local_leaves import is_taken_over, local_part_of
 from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
 from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
+from meshwright.gradients import mean_axes
 from meshwright.tensor_parallel.functions import copy_to, gather_from, own_part, scatter_to
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
@@ -157,7 +158,9 @@ class ExpertLayer(nn.Module):
 
     def _local(self, key: str) -> torch.Tensor:
         """Return this rank's experts of a parameter; their gradient is that of all slices."""
-        part, slices = local_part_of(getattr(self, key)), self._meshwright_style.slices
+        parameter, slices = getattr(self, key), self._meshwright_style.slices
+        self._check_unit(key, parameter)
+        part = local_part_of(parameter)
         return part if slices is None else copy_to(part, slices, self._meshwright_style.site.labels)
 
     @contextmanager
@@ -187,6 +190,17 @@ class ExpertLayer(nn.Module):
                 f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
                 "(output_router_logits=True), computed from this rank's tokens. Set it to False "
                 'and give [expert] auxiliary and balance = "global", or set balance = "rank"'
+            )
+
+    def _check_unit(self, key: str, parameter: nn.Parameter) -> None:
+        """Raise RuntimeError where data-parallel ranks would not reduce a gradient of experts."""
+        is_trained = parameter.requires_grad and torch.is_grad_enabled()
+        # Where no rank holds the same experts, a unit gathers nothing, and shapes do not tell.
+        if is_trained and mean_axes((parameter,)) and not is_taken_over(parameter):
+            raise RuntimeError(
+                f"'{self._meshwright_style.site.labels.name}' is called outside of its unit of "
+                f"fully_shard, which would not reduce this gradient of {key}. Where several blocks "
+                "share these experts, shard a module that holds all of the blocks, as one unit"
             )
 
     def _checked_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
+from meshwright.comm.dtensors.unreadable import retire
 from meshwright.expert_parallel.forms import experts
 
 
@@ -18,10 +20,10 @@ def experts_of(block: nn.Module) -> nn.Module:
 
     The block calls it with tokens (n, D), the indices of their experts (n, K) and their weights
     (n, K), and gets (n, D). Its parameters are new ones: those of all experts, stacked along dim 0.
-    State dicts have the names and shapes of the list; under `ExpertParallel` ``state_dict`` gathers
-    them, on all ranks together.
+    Those of the list raise from then on. State dicts have the names and shapes of the list; under
+    `ExpertParallel` ``state_dict`` gathers them, on all ranks together.
 
-    Raises ValueError unless all experts are alike, and without buffers.
+    Raises ValueError unless all experts are alike, without buffers, and share no parameter.
     """
     lists = {name: part for name, part in block.named_children() if type(part) is nn.ModuleList}
     if len(lists) != 1:
@@ -34,17 +36,28 @@ def experts_of(block: nn.Module) -> nn.Module:
         (
             type(each),
             *((key, p.shape, p.dtype, p.requires_grad) for key, p in each.named_parameters()),
+            *_settings_of(each),
         )
         for each in listed
     }
-    if len(alike) != 1 or any(True for _ in listed.buffers()):
+    own = [p for each in listed for p in each.parameters()]
+    if len(alike) != 1 or any(True for _ in listed.buffers()) or len({*own}) < len(own):
         raise ValueError(
-            f"expected experts of '{name}' of one class, with parameters of equal names, shapes "
-            f"and dtypes and without buffers, found {listed}"
+            f"expected experts of '{name}' of one class and equal settings, with parameters of "
+            f"their own of equal names, shapes and dtypes and without buffers, found {listed}"
         )
     made = experts(ListedExperts(listed))
     setattr(block, name, made)
     return made
+
+
+def _settings_of(expert: nn.Module) -> Iterator[tuple[object, ...]]:
+    """What an expert computes by, beside parameters: the first one's forward stands for all."""
+    for path, part in expert.named_modules():
+        yield path, type(part), part.extra_repr()
+        for key, value in vars(part).items():
+            if callable(value) or isinstance(value, bool | float | str):  # an int may count them
+                yield path, key, getattr(value, "__qualname__", value)
 
 
 class ListedExperts(nn.Module):
@@ -60,6 +73,8 @@ class ListedExperts(nn.Module):
             trains = each[0][name].requires_grad
             self.register_parameter(key, nn.Parameter(stacked, requires_grad=trains))
         vars(self)["form"] = copy.deepcopy(listed[0]).to("meta")  # no child: it has no parameters
+        for path, given in listed.named_parameters():
+            retire(given, path, "experts_of")
         self.register_state_dict_post_hook(_unstack)
         self.register_load_state_dict_pre_hook(_stack)
 

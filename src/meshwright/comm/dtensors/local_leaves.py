@@ -223,6 +223,12 @@ def comes_to_both(parameter: nn.Parameter) -> bool:
     return held is not None and held.in_both == running_backward()
 
 
+def is_taken_over(parameter: torch.Tensor) -> bool:
+    """Whether the gradient of the leaf stays there, see `take_over`."""
+    held = vars(parameter).get(_HELD)
+    return held is not None and held.is_taken
+
+
 def give_up(parameter: nn.Parameter) -> None:
     """Undo `take_over`."""
     held = vars(parameter).get(_HELD)
