@@ -409,7 +409,7 @@ class PipelinedTrainable(Trainable):
             found = schedule.eval(*args, **kwargs)
             output = output_of(self._last, found, self._pipeline)
             loss = self._loss_of_last(found, target)
-        return EvalResult(output=output, loss=loss)
+        return EvalResult(output=output, loss=loss, target=target)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Map original names to the full tensors of the model's state, on every rank."""
