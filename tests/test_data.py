@@ -309,6 +309,18 @@ def test_rows_say_where_documents_begin() -> None:
     assert Counter(batch["input_ids"].flatten().tolist()).total() == 12
 
 
+def test_labels_are_shifted_before_rows_are_split() -> None:
+    given: Any = {"lengths": [3, 5, 4], "seed": SEED}
+    documents = Documents(given["lengths"])
+    (plain,) = PackedDataLoader(documents, 4, 3, **given)
+    (batch,) = PackedDataLoader(documents, 4, 3, shifted=True, **given)
+    assert [*batch] == ["input_ids", "position_ids", "shift_labels"]
+    for name in ("input_ids", "position_ids"):
+        assert torch.equal(batch[name], plain[name])
+    assert torch.equal(batch["shift_labels"][:, :-1], plain["labels"][:, 1:])
+    assert batch["shift_labels"][:, -1].tolist() == [-100] * 3
+
+
 def test_documents_may_be_arrays_or_mappings() -> None:
     arrays = [numpy.array([1, 2, 3], dtype=numpy.uint16), numpy.array([4], dtype=numpy.uint16)]
     mappings = [{"input_ids": array.tolist()} for array in arrays]

@@ -13,11 +13,12 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils import data as of_torch
 
 from meshwright.comm import communicator
@@ -212,6 +213,9 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
     * ``labels``, the tokens, but -100 where ``position_ids`` is 0, as Hugging Face's models expect,
       which shift labels themselves.
 
+    ``shifted`` gives ``shift_labels`` in place of these: at each position the token that follows,
+    -100 where that begins a document or a row. They stay right when rows are split over ranks.
+
     The state is that of a `DataLoader` and ``offset``, the number of tokens taken from the next
     document. The stream of tokens does not depend on ``row_length`` either.
     """
@@ -223,6 +227,7 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
         batch_size: int,
         *,
         lengths: Dataset[int] | None = None,
+        shifted: bool = False,
         seed: int = 0,
         data_rank: int | None = None,
         data_size: int | None = None,
@@ -240,6 +245,7 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
         of reading. The rest is as in `DataLoader`; ``batch_size`` counts the rows of all ranks.
         """
         self._lengths = lengths
+        self._is_shifted = shifted
         self.row_length = whole_number("row_length", row_length)
         super().__init__(
             documents,
@@ -278,7 +284,9 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
         )
 
     def _reader(self) -> _Reader:
-        return _RowReader(self.dataset, self._seed, of_torch.default_collate)
+        return _RowReader(
+            self.dataset, self._seed, of_torch.default_collate, shifted=self._is_shifted
+        )
 
 
 # ------------------------------------------------------------------------- in this process
@@ -358,13 +366,20 @@ class _Reader:
 class _RowReader(_Reader):
     """A reader of rows."""
 
+    def __init__(self, *given: Any, shifted: bool) -> None:
+        super().__init__(*given)
+        self._is_shifted = shifted
+
     def _sample(self, drawn: object) -> object:
         pieces = cast("list[TokenRange]", drawn)
         tokens = torch.cat([self._piece(piece) for piece in pieces])
         counts = (piece.end - piece.begin for piece in pieces)
         places = torch.cat([torch.arange(count, device=tokens.device) for count in counts])
         labels = tokens.where(places > 0, IGNORED)
-        return {"input_ids": tokens, "position_ids": places, "labels": labels}
+        name = "labels"
+        if self._is_shifted:
+            name, labels = "shift_labels", functional.pad(labels[1:], (0, 1), value=IGNORED)
+        return {"input_ids": tokens, "position_ids": places, name: labels}
 
     def _piece(self, piece: TokenRange) -> Tensor:
         document = _tokens_of(self._read(piece.place, piece.document))

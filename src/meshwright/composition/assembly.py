@@ -281,16 +281,16 @@ def _checked(
     draws: Draws | None,
 ) -> AxisTraffic | None:
     """Check that ``model`` computes the same when split; returns its traffic over axis tensor."""
-    if not (cut.styles or experts):
+    if not (cut.styles or experts or peers.context is not None):
         return None
     whole, trial = WholeRun(model, example, draws), copied(model)
     split = tensor_split(peers.tensor)
     if cut.styles:
         cut_over_tensor(trial, cut, peers)
         whole.compare(trial, split)
-    if experts:
+    if experts or peers.context is not None:
         split_over_experts(trial, experts, peers)
-        whole.compare(trial, expert_split(peers))
+        whole.compare(trial, _parts_split(plan, example, peers, draws))
     if not cut.styles:
         return None
     recompute_modules(trial, plan)
@@ -311,10 +311,11 @@ def _stages_of(
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace fixes the dtypes of what stages send, so run it under autocast.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
+    axis = peers.context
+    context = None if axis is None else split_batch(example, plan.context, axis)
+    ways: Any = {"tensor": cut, "experts": experts, "context": context}
     with rehearsal, computing:
-        found = cut_model(
-            model, plan.pipeline, peers.pipeline.size, example, tensor=cut, experts=experts
-        )
+        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, **ways)
     _check(plan, found)
     return found
 

@@ -56,6 +56,17 @@ class BatchSplit:
         state = self.state
         return state.split.part(whole, state.axis.rank, dim)
 
+    def of_rows(self, start: int, stop: int) -> BatchSplit:
+        """How the rows from ``start`` up to ``stop`` are split, as a batch of their own."""
+        rows, padding = self.state.split.rows, self.state.padding
+        if len(rows) > 1:
+            rows = rows[start:stop]
+            rows = rows[:1] if len({*rows}) == 1 else rows
+        if padding is not None and len(padding) > 1:
+            padding = padding[start:stop]
+        own = Attending(self.state.axis, ContextSplit(rows), self.state.method, padding)
+        return BatchSplit(own, self.dims)
+
     def check_mean(self, target: object) -> None:
         """Raise ValueError where parts of a ``target`` of labels have unequally many of them.
 
@@ -187,11 +198,6 @@ def context_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """Yield what axis context cannot do with ``model`` and the rest of ``plan``."""
     if plan.axes.size("context") == 1:
         return
-    if plan.axes.size("pipeline") > 1:
-        yield Problem(
-            ("axes", "pipeline"),
-            "axis context beside axis pipeline is not built yet: leave one of them out",
-        )
     for name, module in model.named_modules():
         p = getattr(module, "attention_dropout", None)
         if isinstance(p, float) and p:

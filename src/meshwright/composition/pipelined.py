@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import nn
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator, phase, settle
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.composition.context_rules import BatchSplit, over_parts, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -43,7 +45,7 @@ from meshwright.pipelining import (
 )
 from meshwright.pipelining.signature import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import PipelinePlan, Plan
-from meshwright.schedule.actions import Action, F, Schedule
+from meshwright.schedule.actions import BACKWARD, Action, F, Schedule
 from meshwright.torch_internals.tensors import version_of
 
 
@@ -338,9 +340,16 @@ class PipelinedTrainable(Trainable):
             self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
         self._samples: list[torch.Tensor] = []
         """By microbatch of the current step, the numbers of its samples in the global batch."""
+        self._undivided = _Undivided(stages, self.schedule.schedule)
         if self._draws is not None:
             self.schedule.register_custom_function(F, self._forward)
-        self._undivided = _Undivided(stages, self.schedule.schedule)
+        self._splits: list[tuple[BatchSplit, object]] = []
+        """By microbatch that is computed now, how axis context splits it, and its whole target."""
+        self._running = 0
+        """The microbatch of the action that runs now, with axis context."""
+        for each in (self.schedule, self._undivided):
+            for operation in (F, *BACKWARD) if self._peers.context is not None else ():
+                each.register_custom_function(operation, self._attend)
         self._last = self.schedule.schedule.stage_ranks[-1]
         """The rank of the pipeline that has the last stage."""
         self._has_target = True
@@ -389,16 +398,18 @@ class PipelinedTrainable(Trainable):
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
         """Compute outputs and loss in evaluation mode; all ranks of a pipeline must call this."""
-        args, kwargs = _call(batch)
         rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
         is_whole = rows < self.plan.pipeline.microbatches
         settle()
         schedule = self._undivided if is_whole else self.schedule
-        with evaluating(self.module), self._tied.inside(), self._autocast():
+        count = 1 if is_whole else self.plan.pipeline.microbatches
+        batch, target, around = self._part(batch, target, rows, count)
+        args, kwargs = _call(batch)
+        with evaluating(self.module), self._tied.inside(), self._autocast(), around:
             found = schedule.eval(*args, **kwargs)
             output = output_of(self._last, found, self._pipeline)
             loss = self._loss_of_last(found, target)
-        return EvalResult(output=output, loss=loss)
+        return EvalResult(output=output, loss=loss, target=target)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Map original names to the full tensors of the model's state, on every rank."""
@@ -436,11 +447,40 @@ class PipelinedTrainable(Trainable):
         with self._draws.microbatch(int(numbers[0]), numbers):
             context.run(action)
 
+    def _part(
+        self, batch: object, target: object, rows: int, count: int
+    ) -> tuple[object, object, contextlib.AbstractContextManager[None]]:
+        """Take this rank's part of a batch of ``rows``, which goes into ``count`` microbatches.
+
+        Returns it, that of the target, and what a pass over the batch runs in.
+        """
+        axis = self._peers.context
+        if axis is None:
+            return batch, target, contextlib.nullcontext()
+        split = split_batch(batch, self.plan.context, axis)
+        self._splits, start = [], 0
+        for each in torch.empty(rows, device="cpu").tensor_split(count):
+            stop = start + len(each)
+            goal = target[start:stop] if isinstance(target, torch.Tensor) else None
+            self._splits.append((split.of_rows(start, stop), goal))
+            start = stop
+        return split.part(batch), split.part(target), split.attending()
+
+    def _attend(self, action: Action, context: PipelineContext) -> None:
+        """Run one action with attention of its microbatch; a backward may compute that again."""
+        self._running = action.microbatch or 0
+        with self._splits[self._running][0].attending(self._draws):
+            if action.operation is F:
+                self._forward(action, context)
+            else:
+                context.run(action)
+
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         batch, target, size = part
+        count = self.plan.pipeline.microbatches
+        batch, target, around = self._part(batch, target, size, count)
         if self._draws is not None:
             numbers = torch.arange(first, first + size, device="cpu")
-            count = self.plan.pipeline.microbatches
             cut, _ = split_args_kwargs_into_chunks((numbers,), None, count)
             self._samples = [each for (each,) in cut]
         self._tied.enter()
@@ -450,7 +490,7 @@ class PipelinedTrainable(Trainable):
         # A schedule with a loss asks for a target, which `_lose` leaves out again.
         goal = torch.empty(size, device="cpu") if target is None else target
         running = phase("pipeline", step=self.steps + 1, computes=True)
-        with running, self._autocast():
+        with running, self._autocast(), around:
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
         self._samples = []
         if is_last:
@@ -485,6 +525,9 @@ class PipelinedTrainable(Trainable):
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
         local = apply_loss(self._loss, output, goal, self._sources.look)
+        if self._splits and local.is_mean:
+            split, whole = self._splits[self._running]
+            split.check_mean(whole)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1), goal)
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
@@ -494,6 +537,8 @@ class PipelinedTrainable(Trainable):
 
         def mean() -> float:
             local = apply_loss(self._loss, output, target)
+            if self._peers.context is not None:
+                local = over_parts(local, target, self._peers.context)
             return (local.total.float() / local.count).item()
 
         found = said_by(self._last, mean, self._pipeline, "loss")

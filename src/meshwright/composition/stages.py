@@ -11,6 +11,7 @@ stage as a module, to be split there::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -23,12 +24,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.composition.context_rules import BatchSplit
 from meshwright.composition.example_run import Inputs, Observation, copied, observe
 from meshwright.composition.tensor_rules import ModelCut
+from meshwright.context_parallel.attention import (
+    ATTENTION,
+    AttentionForm,
+    TracedAttention,
+    attending,
+)
 from meshwright.errors import InternalError, PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
-from meshwright.pipelining.splitting.dropped import refuse_hooks
+from meshwright.pipelining.splitting.dropped import key_in_trace, refuse_hooks
 from meshwright.pipelining.splitting.splitting import ties_of
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
@@ -71,6 +79,7 @@ def cut_model(
     *,
     tensor: ModelCut,
     experts: Collection[str] = (),
+    context: BatchSplit | None = None,
 ) -> CutModel:
     """Split ``model`` into stages that have its parameters under its names.
 
@@ -78,14 +87,15 @@ def cut_model(
     to balance. ``parameters`` balances their number. ``auto`` balances the operations of a traced
     model. A chain is not traced: ``auto`` then balances its parameters, counting 1 for embedding
     tables and parameters of fewer than two dims. ``tensor`` says how stages may be sharded later,
-    ``experts`` which of their modules are split over axis expert.
+    ``experts`` which of their modules are split over axis expert, ``context`` how the example is
+    split over axis context.
 
     Raises ``PlanError`` if the model cannot be split like this.
     """
     count = chunks_of(plan, ranks) * ranks
     seen = observe(model, example)
     if seen.links is None:
-        found = _traced(model, plan, count, example, seen, tensor, experts)
+        found = _traced(model, plan, count, example, seen, tensor, experts, context)
     else:
         starts = _starts(model, plan, seen.links, count)
         bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
@@ -104,6 +114,7 @@ def _traced(
     seen: Observation,
     tensor: ModelCut,
     experts: Collection[str],
+    context: BatchSplit | None,
 ) -> CutModel:
     """Split the graph of ``model`` into ``count`` stages."""
     if seen.moving:
@@ -119,6 +130,18 @@ def _traced(
             f"graphs, which do not ask in which step they run. Set {dropout[0]!r} to p = 0, or "
             'use dropout = "local"'
         )
+    tracing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    forms: list[AttentionForm] = []
+    if context is not None:
+        length, ranks = context.state.split.length, context.state.axis.size
+        if length % ranks:
+            raise PlanError(
+                f"axis context = {ranks}: the example has {length} positions. The model is no "
+                "chain of modules, so stages are traced graphs, of one number of positions on all "
+                f"ranks: give a multiple of {ranks}"
+            )
+        example = context.part(example)
+        tracing = attending(replace(context.state, traced=forms))
     example = _of_two_rows(example)
     named = dict(example) if isinstance(example, Mapping) else {}
     args = () if isinstance(example, Mapping) else example
@@ -135,7 +158,8 @@ def _traced(
     names = {*tensor.styles, *experts}
     traced = twin_of(model, tensor, experts) if names else model
     try:
-        pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
+        with tracing:
+            pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
     except (ValueError, RuntimeError) as error:  # a RuntimeError where it cannot be traced
         raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
     if pipe.num_stages != count:
@@ -148,6 +172,13 @@ def _traced(
     restored: set[str] = set()
     for module in modules if names else ():
         restored |= restore(module, model, names, restored)
+    paths = {key_in_trace(part): name for name, part in traced.named_modules()}
+    for number, form in enumerate(forms):
+        if form.module is not None:
+            owner = model.get_submodule(paths[key_in_trace(form.module)])
+            forms[number] = replace(form, module=owner)
+    for module in modules if forms else ():
+        restore_attention(module, forms)
     _keep_unused(model, modules)
     info = replace(info, ties=tuple(_renamed(tie, modules) for tie in info.ties))
     return CutModel(modules, info.ties, info)
@@ -462,18 +493,33 @@ def restore(
             graph_module.set_submodule(name, given)
             restored.add(name)
         inputs = [node.args[place] for place in _OPERATORS[node.target][0]]
-        with graph_module.graph.inserting_before(node):
-            given = tuple(each for each in inputs if each is not None)
-            call = graph_module.graph.call_module(name, given)
-        call.meta.update(node.meta)
-        node.replace_all_uses_with(call)
-        held = [given for given in node.all_input_nodes if given.op == "get_attr"]
-        graph_module.graph.erase_node(node)
-        for given in held:
-            if not given.users:
-                graph_module.graph.erase_node(given)
+        _call_instead(graph_module.graph, node, name, [x for x in inputs if x is not None])
     graph_module.recompile()
     return restored
+
+
+def restore_attention(stage: nn.Module, forms: Sequence[AttentionForm]) -> None:
+    """Put modules into the traced ``stage`` that compute attention of all ranks."""
+    graph_module = next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
+    for node in [node for node in graph_module.graph.nodes if node.target is ATTENTION]:
+        *inputs, number = node.args
+        name = f"meshwright_attention_{number}"
+        graph_module.add_submodule(name, TracedAttention(forms[number]))
+        _call_instead(graph_module.graph, node, name, inputs)
+    graph_module.recompile()
+
+
+def _call_instead(graph: fx.Graph, node: fx.Node, name: str, inputs: Sequence[Any]) -> None:
+    """Replace ``node`` by a call of the module ``name``, with what it alone has read."""
+    with graph.inserting_before(node):
+        call = graph.call_module(name, tuple(inputs))
+    call.meta.update(node.meta)
+    node.replace_all_uses_with(call)
+    held = [given for given in node.all_input_nodes if given.op == "get_attr"]
+    graph.erase_node(node)
+    for given in held:
+        if not given.users:
+            graph.erase_node(given)
 
 
 def _layers(module: fx.GraphModule, names: Collection[str]) -> Iterator[tuple[fx.Node, str]]:

@@ -84,6 +84,8 @@ class EvalResult:
     output: object
     loss: torch.Tensor
     """Mean over this batch, 0-dim; NaN when the loss counted nothing."""
+    target: object
+    """What ``output`` is compared with: this rank's part of it under axis context."""
 
 
 class Trainable:
@@ -314,7 +316,8 @@ class Trainable:
             local = apply_loss(self._loss, output, target)
         if context is not None:
             local = over_parts(local, target, context)
-        return EvalResult(output=output, loss=local.total.float() / local.count)
+        loss = local.total.float() / local.count
+        return EvalResult(output=output, loss=loss, target=target)
 
     # ------------------------------------------------------------------------ what it holds
 

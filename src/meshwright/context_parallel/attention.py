@@ -12,8 +12,8 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,13 +24,32 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
 from meshwright.comm.streams import is_host
-from meshwright.context_parallel.heads import Attend, attention_by_heads, heads_divide
+from meshwright.context_parallel.heads import attention_by_heads, heads_divide
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
+from meshwright.errors import InternalError
 from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionForm:
+    """What one call of attention computes, whatever the batch."""
+
+    words: MaskWords
+    attend: Callable[..., torch.Tensor]
+    """Computes it of whole sequences, for `heads.Attend`: an `Attending`, ``sinks`` and the form
+    come first."""
+    label: str
+    in_words: str = ""
+    """What of it the ring cannot do; "" where it can."""
+    scale: float | None = None
+    module: nn.Module | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the function of attention."""
+    mask: HeldMask | None = None
 
 
 @dataclass(slots=True)
@@ -46,37 +65,42 @@ class Attending:
     """True once `global_mean` has weighed a loss."""
     trains: bool = False
     """True once attention had inputs with gradients."""
+    traced: list[AttentionForm] | None = None
+    """In a trace, its calls of attention so far: the graph has an operator with their numbers."""
+    masks: dict[HeldMask, Any] = field(default_factory=dict)
+    """Masks of the whole that have been made."""
 
     def attention(
         self,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        words: MaskWords,
-        attend: Attend,
-        *,
-        label: str,
-        in_words: str = "",
-        scale: float | None = None,
+        form: AttentionForm,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention by heads, with ``attend`` on whole sequences, or in a ring.
+        """Compute attention by heads, on whole sequences, or in a ring.
 
-        ``in_words``: what of this call the ring cannot do; "" where it can. Raises ValueError then,
-        and where heads do not divide.
+        Raises ValueError for what the ring cannot do, and where heads do not divide.
         """
+        if self.traced is not None:
+            self.traced.append(form)
+            return ATTENTION(*qkv, sinks, len(self.traced) - 1)
         self.trains |= torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-        by_heads = self.method == "all-to-all"
+        by_heads, label = self.method == "all-to-all", form.label
         if self.method == "auto":
             by_heads = heads_divide(qkv[0].shape[1], qkv[1].shape[1], self.axis.size)
         if by_heads:
+            attend = functools.partial(form.attend, self, sinks, form)
             return attention_by_heads(*qkv, self.split, self.axis, attend, label=label)
-        if in_words:
+        if form.in_words:
             raise ValueError(
-                f"axis {self.axis.axis}: attention of {label} has {in_words}, which method "
+                f"axis {self.axis.axis}: attention of {label} has {form.in_words}, which method "
                 '"ring" cannot compute in parts. Set method = "all-to-all", with heads that '
                 f"{self.axis.size} divides"
             )
+        words = form.words
+        if words.padding is not None:  # of this batch, whichever the form was found with
+            words = replace(words, padding=self.padding)
         return ring_attention(
-            *qkv, self.split, self.axis, words, scale=scale, sinks=sinks, label=label
+            *qkv, self.split, self.axis, words, scale=form.scale, sinks=sinks, label=label
         )
 
     def is_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -89,7 +113,7 @@ class Attending:
 
         Not on a device, where the host would have to wait.
         """
-        if given is None or given.ndim != 2 or not is_host(given.device):
+        if given is None or given.ndim != 2 or self.traced is not None or not is_host(given.device):
             return
         rank, length = self.axis.rank, given.shape[1]
         counted = torch.arange(length, device="cpu")
@@ -111,6 +135,11 @@ class Attending:
     def refuse_mask(self, mask: Any, label: str) -> ValueError:  # noqa: ANN401 - of the user
         """Make the error for a mask of this rank's positions."""
         shape = tuple(getattr(mask, "shape", ()))
+        if self.traced is not None:
+            return ValueError(
+                f"axis {self.axis.axis}: attention of {label} got a mask that is a tensor, in a "
+                "stage that is traced. Describe it by position_ids and documents"
+            )
         return ValueError(
             f"axis {self.axis.axis}: attention of {label} got a {len(shape)}-D mask of shape "
             f"{shape} that covers only this rank's positions. Describe it by position_ids and "
@@ -217,46 +246,47 @@ def sdpa(
     label = "scaled_dot_product_attention"
     state.refuse_dropout(dropout_p, label)
     length, is_flat = state.split.length, query.ndim == 3
-    if attn_mask is not None and (
-        attn_mask.shape[-2:] != (length, length) or max(map(len, _ends_of(state.split))) > 1
-    ):
+    is_whole = attn_mask is None or attn_mask.shape[-2:] == (length, length)
+    is_packed = max(map(len, _ends_of(state.split))) > 1
+    if attn_mask is not None and (not is_whole or is_packed or state.traced is not None):
         raise state.refuse_mask(attn_mask, label)
-    ends = _ends_of(state.split)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: range) -> torch.Tensor:
-        mask = attn_mask
-        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
-            mask = mask[..., heads.start : heads.stop, :, :]
-        grouped = {**options, "enable_gqa": q.shape[-3] != k.shape[-3]}
-        rows = []
-        for row, own in enumerate(ends):
-            x, y, z = (x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v))
-            with _outside():
-                pieces = [
-                    _SDPA(
-                        x[..., a:b, :],
-                        y[..., a:b, :],
-                        z[..., a:b, :],
-                        mask,
-                        0.0,
-                        is_causal,
-                        **grouped,
-                    )
-                    for a, b in itertools.pairwise((0, *own))
-                ]
-            rows.append(torch.cat(pieces, -2) if len(pieces) > 1 else pieces[0])
-        return torch.cat(rows) if len(rows) > 1 else rows[0]
-
-    q, k, v = (x.unsqueeze(0) if is_flat else x for x in (query, key, value))
-    found = state.attention(
-        (q, k, v),
-        MaskWords(causal=is_causal),
-        attend,
+    form = AttentionForm(
+        words=MaskWords(causal=is_causal),
+        attend=_attend_plainly,
         label=label,
         in_words="" if attn_mask is None else "a mask that is a tensor",
         scale=scale,
+        options={**options, "attn_mask": attn_mask, "is_causal": is_causal},
     )
+    q, k, v = (x.unsqueeze(0) if is_flat else x for x in (query, key, value))
+    found = state.attention((q, k, v), form)
     return found.squeeze(0) if is_flat else found
+
+
+def _attend_plainly(
+    state: Attending,
+    sinks: None,
+    form: AttentionForm,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: range,
+) -> torch.Tensor:
+    """Compute torch's attention of whole sequences, document by document."""
+    ends, mask = _ends_of(state.split), form.options["attn_mask"]
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask[..., heads.start : heads.stop, :, :]
+    options = {**form.options, "attn_mask": mask, "enable_gqa": q.shape[-3] != k.shape[-3]}
+    rows = []
+    for row, own in enumerate(ends):
+        here = [x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v)]
+        with _outside():
+            pieces = [
+                _SDPA(*(x[..., a:b, :] for x in here), **options)
+                for a, b in itertools.pairwise((0, *own))
+            ]
+        rows.append(torch.cat(pieces, -2) if len(pieces) > 1 else pieces[0])
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 def _ends_of(split: ContextSplit) -> list[tuple[int, ...]]:
@@ -274,16 +304,14 @@ class HeldMask:
     def __init__(self, words: MaskWords, make: Callable[..., Any], given: dict[str, Any]) -> None:
         self.words = words
         self._make, self._given = make, given
-        self._whole: list[Any] = []
 
-    def whole(self, state: Attending) -> Any:  # noqa: ANN401 - as the implementation has it
-        """Return the mask of the whole sequence, as one process has it."""
-        if not self._whole:
-            given, length = self._given, state.split.length
+    def whole(self, state: Attending, rows: int) -> Any:  # noqa: ANN401 - as that has it
+        """Return the mask of ``rows`` whole sequences, as one process has it."""
+        if self not in state.masks:
+            given, length = {**self._given, "batch_size": rows}, state.split.length
             function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
             if is_packed or len(state.split.rows) > 1:
-                numbers = state.split.documents().to(given["device"])
-                numbers = numbers.expand(given["batch_size"], -1)
+                numbers = state.split.documents().to(given["device"]).expand(rows, -1)
                 places = state.split.places().to(given["device"]).expand_as(numbers)
                 inner = function
 
@@ -295,8 +323,8 @@ class HeldMask:
             sizes = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
             padding = None if state.padding is None else state.padding.to(given["device"])
             given = {**given, **sizes, "mask_function": function, "attention_mask": padding}
-            self._whole.append(self._make(**given))
-        return self._whole[0]
+            state.masks[self] = self._make(**given)
+        return state.masks[self]
 
 
 def _no_mask(**given: object) -> None:
@@ -371,8 +399,12 @@ def _patched_transformers() -> Iterator[None]:
 
 
 def _eager(module: nn.Module, *given: Any, **options: Any) -> Any:  # noqa: ANN401
-    """Call the function beside the class of ``module``, which transformers registers nowhere."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *given, **options)
+    return _eager_of(module)(module, *given, **options)
+
+
+def _eager_of(module: object) -> Callable[..., Any]:
+    """Find the function beside the class of ``module``, which transformers registers nowhere."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -405,10 +437,10 @@ def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
 class _Heads:
     """A module of attention with some of its heads."""
 
-    def __init__(self, module: nn.Module, heads: range, groups: int) -> None:
+    def __init__(self, module: nn.Module | None, groups: int, sinks: torch.Tensor | None) -> None:
         self.module, self.num_key_value_groups = module, groups
-        if (sinks := getattr(module, "sinks", None)) is not None:
-            self.sinks = sinks[heads.start : heads.stop]
+        if sinks is not None:
+            self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self.module, name)
@@ -426,10 +458,9 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
         attention_mask: Any,  # noqa: ANN401
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        state, compute = now_attending(), own
-        if compute is None:  # eager
-            compute = sys.modules[type(module).__module__].eager_attention_forward
+        state = now_attending()
         if state is None or not state.is_own(query, key):
+            compute = own or _eager_of(module)
             return compute(module, query, key, value, attention_mask, **options)
         index = getattr(module, "layer_idx", None)
         label = f"{type(module).__name__}{'' if index is None else f' of layer {index}'}"
@@ -444,28 +475,46 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
             raise state.refuse_mask(held, label)
         sinks = options.get("s_aux")
         beyond = [key for key in ("softcap", "position_bias") if options.get(key) is not None]
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: range) -> torch.Tensor:
-            own_heads: Any = _Heads(module, heads, q.shape[1] // k.shape[1])
-            mine = dict(options)
-            if sinks is not None:
-                mine["s_aux"] = sinks[heads.start : heads.stop]
-            with _outside():
-                found = compute(own_heads, q, k, v, held.whole(state), **mine)
-            return found[0].transpose(1, 2)
-
-        found = state.attention(
-            (query, key, value),
-            held.words,
-            attend,
+        if state.traced is not None:
+            if isinstance(options.get("position_bias"), torch.Tensor):
+                raise state.refuse_mask(held, label)
+            options = {k: v for k, v in options.items() if not isinstance(v, torch.Tensor)}
+        form = AttentionForm(
+            words=held.words,
+            attend=functools.partial(_attend_as, own),
             label=label,
             in_words=" and ".join(beyond),
             scale=options.get("scaling"),
-            sinks=sinks,
+            module=module,
+            options=options,
+            mask=held,
         )
+        found = state.attention((query, key, value), form, sinks)
         return found.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+def _attend_as(
+    own: Callable[..., Any] | None,
+    state: Attending,
+    sinks: torch.Tensor | None,
+    form: AttentionForm,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: range,
+) -> torch.Tensor:
+    """Compute attention of whole sequences as ``own`` of transformers does, or its eager one."""
+    mine = dict(form.options)
+    if sinks is not None:
+        mine["s_aux"] = sinks = sinks[heads.start : heads.stop]
+    module: Any = _Heads(form.module, q.shape[1] // k.shape[1], sinks)
+    compute = own or _eager_of(form.module)
+    mask = None if form.mask is None else form.mask.whole(state, len(q))
+    with _outside():
+        found = compute(module, q, k, v, mask, **mine)
+    return found[0].transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -476,3 +525,47 @@ def _outside() -> Iterator[None]:
         yield
     finally:
         _now().stack = before
+
+
+# ------------------------------------------------------------------------------- in a trace
+
+
+@torch.library.custom_op("meshwright::attention", mutates_args=())
+def _traced_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    """What a graph has in place of attention until a `TracedAttention` replaces it: never run."""
+    raise InternalError("attention of a graph is traced, and not run")
+
+
+@_traced_attention.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    rows, heads, length, _ = q.shape
+    return q.new_empty((rows, length, heads, v.shape[-1])).transpose(1, 2)
+
+
+ATTENTION: Any = torch.ops.meshwright.attention.default
+
+
+class TracedAttention(nn.Module):
+    """Attention in a stage that is a graph."""
+
+    def __init__(self, form: AttentionForm) -> None:
+        super().__init__()
+        vars(self)["form"] = form  # whose module is no part of this one
+
+    @not_traced
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute attention of the microbatch that runs now."""
+        state = now_attending()
+        if state is None:
+            raise RuntimeError(
+                f"attention of {self.form.label} is called outside of a step, where axis context "
+                "splits no batch: call step, forward_backward or eval of the Trainable"
+            )
+        found = state.attention((q, k, v), self.form, sinks)
+        return found.transpose(1, 2).contiguous().transpose(1, 2)  # as it was traced

@@ -215,6 +215,11 @@ def positions(length: int, device: torch.device | str | None = None) -> torch.Te
     state = now_attending()
     if state is None:
         return torch.arange(length, device=device)
+    if state.traced is not None:
+        raise ValueError(
+            f"axis {state.axis.axis}: positions() in a stage that is traced would be a constant: "
+            "give the model position_ids, or make it a chain of modules"
+        )
     found = state.split.positions(state.axis.rank).to(device)
     if found.shape[1] != length:
         raise ValueError(

@@ -34,14 +34,15 @@ class LanguageModel(nn.Module):
     the meta device, split anywhere, and cast to any dtype.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, places: Callable[..., Tensor] = torch.arange) -> None:
+        """``places`` gives the positions of a number of tokens: those of a part under context."""
         super().__init__()
         self.config = config
         # As models of Hugging Face say which of their modules are routers, for auxiliary losses.
         vars(self)[RECORDED] = {"router_logits": Router}
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, places) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         if config.tied:
@@ -58,10 +59,10 @@ class LanguageModel(nn.Module):
 class Layer(nn.Module):
     """A pre-norm block: attention, then feed-forward, each added to its input."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, places: Callable[..., Tensor] = torch.arange) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(config, places)
         self.feed_forward_norm = nn.LayerNorm(config.dim)
         self.feed_forward = Mixture(config) if config.experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -79,8 +80,9 @@ class Attention(nn.Module):
     ``wq``, ``wk``, ``wv`` simply computes fewer heads on each rank.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, places: Callable[..., Tensor] = torch.arange) -> None:
         super().__init__()
+        self.places = places
         self.head_dim = config.dim // config.heads
         self.rotary_base = config.rotary_base
         self.dropout = config.dropout
@@ -91,7 +93,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the attention's output ``(B, T, D)``."""
-        turn = _rotary_angles(x_BTD, self.head_dim, self.rotary_base)
+        places_T = self.places(x_BTD.shape[1], device=x_BTD.device)
+        turn = _rotary_angles(x_BTD, places_T, self.head_dim, self.rotary_base)
         query_BHTK = _rotate(self._heads(self.wq(x_BTD)), turn)
         key_BHTK = _rotate(self._heads(self.wk(x_BTD)), turn)
         value_BHTK = self._heads(self.wv(x_BTD))
@@ -208,12 +211,13 @@ def initialize(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+def _rotary_angles(
+    x_BTD: Tensor, places_T: Tensor, head_dim: int, base: float
+) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine ``(T, K/2)`` by which pairs of channels turn at each position."""
     precise = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
     pairs = torch.arange(0, head_dim, 2, device=x_BTD.device, dtype=precise)
-    positions = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=precise)
-    angles = torch.outer(positions, base ** (-pairs / head_dim))
+    angles = torch.outer(places_T.to(precise), base ** (-pairs / head_dim))
     return angles.cos().to(x_BTD.dtype), angles.sin().to(x_BTD.dtype)
 
 

@@ -496,9 +496,9 @@ def validation_loss(
         # A rank that has none left runs the first once more, as others may need it in a forward.
         given = built.read(held_out.batch([sample[place] for place in mine or (0,)]))
         inputs, targets = to_device(given, communicator.device, dtype)
-        output = trainable.eval(inputs, targets).output
+        result = trainable.eval(inputs, targets)
         if speaks and mine:
-            found = apply_loss(built.loss, output, targets)
+            found = apply_loss(built.loss, result.output, result.target)
             weight = len(mine) if found.is_mean else 1
             sums[0] += found.total.double() * weight
             sums[1] += found.count * weight

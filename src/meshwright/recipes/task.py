@@ -33,6 +33,7 @@ from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import Communicator
 from meshwright.composition import Loss
 from meshwright.composition.checks import DROPOUTS
+from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.integrations import pretrained
@@ -320,7 +321,9 @@ def _read(batch: object, *, takes_labels: bool, shifts: bool) -> tuple[object, o
 def _open_model(config: TrainConfig) -> Callable[[], nn.Module]:
     model = config.model
     if config.is_byte_model:
-        return lambda: initialize(LanguageModel(model), config.plan.train.seed)
+        # Asking for the positions of a part would break the graphs of all other plans.
+        places = positions if config.plan.axes.size("context") > 1 else torch.arange
+        return lambda: initialize(LanguageModel(model, places), config.plan.train.seed)
     if model.factory:
         named = factory("model", "factory", model.factory, config.home)
 

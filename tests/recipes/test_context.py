@@ -1,0 +1,54 @@
+"""The example of axis context, for six steps: the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm import connect
+from meshwright.testing import Ranks
+from support.internals.recipes import read_config, train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context.toml"
+SHORT = (
+    "run.steps=6",
+    "run.parity_steps=2",
+    "precision.parameters=float64",
+    "optimizer.warmup_steps=2",
+    "data.max_bytes=200000",
+    "data.batch_size=4",
+    "data.validation_windows=3",
+    "model.context=64",
+)
+
+
+def losses_of(folder: Path, *options: str) -> tuple[str, list[float]]:
+    """What a run says of parity, and its losses, of held-out windows last."""
+    config = read_config(EXAMPLE, [f"run.folder={folder}", *SHORT, *options])
+    outcome = train(config, connect(), lambda line: None)
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return outcome.parity, [*(row["loss"] for row in rows), outcome.validation_loss or 0.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, ()),
+        pytest.param(
+            4,
+            ("axes.pipeline=2", "pipeline.schedule=zbv", "pipeline.microbatches=2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["context", "pipeline"],
+)
+def test_ranks_train_parts_of_windows_as_one_process(
+    ranks: Ranks, tmp_path: Path, size: int, options: tuple[str, ...]
+) -> None:
+    _, alone = ranks(1, losses_of, tmp_path / "one", "axes.context=1")[0]
+    assert len(alone) == 7 and alone[5] < alone[0]
+    parity, found = ranks(size, losses_of, tmp_path / "parts", *options)[0]
+    assert "context=2 equals one process over 2 steps in float64" in parity
+    assert found == pytest.approx(alone, rel=1e-9)
