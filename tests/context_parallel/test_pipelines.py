@@ -66,6 +66,28 @@ def body(loss: Any, length: int, schedule: str, context: Any, train: Any) -> Any
     return record(laid, batches(length, 1, 0))
 
 
+def dropping(axes: dict[str, int]) -> Any:
+    model = cast("nn.Sequential", chain())
+    for place in (1, 2):
+        model[place] = nn.Sequential(model[place], nn.Dropout(0.3))
+    plan = Plan(
+        axes=Axes.of(axes),
+        pipeline=PipelinePlan(schedule="zbv", microbatches=4) if axes else PipelinePlan(),
+        train=TrainPlan(clip_norm=0.5, dropout="global", recompute=("1",)),
+    )
+    example = batches(13, 1, 0)[0][0][:2]
+    laid = parallelize(model, plan, optimizer=adamw, loss=counted, example=(example,))
+    return record(laid, batches(13, 1, 0))
+
+
+def test_dropout_draws_what_one_process_draws(ranks: Ranks) -> None:
+    """In each microbatch by the numbers of its rows, and by the positions that a rank has."""
+    (expected,) = ranks(1, partial(dropping, {}))
+    for found in ranks(4, partial(dropping, AXES)):
+        difference = first_difference(found, expected, 1e-9)
+        assert difference is None, difference
+
+
 @pytest.mark.parametrize(
     ("schedule", "loss", "length", "context", "train"),
     [

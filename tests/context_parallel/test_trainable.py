@@ -122,9 +122,8 @@ def dropping(axes: dict[str, int], context: Any, train: Any) -> Any:
         ({"context": 2}, {"method": "ring"}, {"recompute": ("layers.*",)}),
         ({"context": 2, "replicate": 2}, {"method": "all-to-all"}, {"accumulate": 2}),
         ({"context": 2, "shard": 2}, {"split": "documents"}, {}),
-        ({"context": 2, "pipeline": 2}, {"method": "ring"}, {"recompute": ("layers.*",)}),
     ],
-    ids=["recompute", "replicate", "shard", "pipeline"],
+    ids=["recompute", "replicate", "shard"],
 )
 def test_dropout_draws_what_one_process_draws(
     ranks: Ranks, axes: dict[str, int], context: Any, train: Any

@@ -276,7 +276,8 @@ def _attend_plainly(
     ends, mask = _ends_of(state.split), form.options["attn_mask"]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask[..., heads.start : heads.stop, :, :]
-    options = {**form.options, "attn_mask": mask, "enable_gqa": q.shape[-3] != k.shape[-3]}
+    options: dict[str, Any] = {**form.options, "attn_mask": mask}
+    options["enable_gqa"] = q.shape[-3] != k.shape[-3]
     rows = []
     for row, own in enumerate(ends):
         here = [x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v)]
@@ -561,11 +562,11 @@ class TracedAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute attention of the microbatch that runs now."""
-        state = now_attending()
+        state, form = now_attending(), vars(self)["form"]
         if state is None:
             raise RuntimeError(
-                f"attention of {self.form.label} is called outside of a step, where axis context "
+                f"attention of {form.label} is called outside of a step, where axis context "
                 "splits no batch: call step, forward_backward or eval of the Trainable"
             )
-        found = state.attention((q, k, v), self.form, sinks)
+        found = state.attention((q, k, v), form, sinks)
         return found.transpose(1, 2).contiguous().transpose(1, 2)  # as it was traced
