@@ -58,6 +58,30 @@ def test_shards_over_more_ranks_than_experts_are_not_compared_as_copies(
     ranks(4, body_of_own_loop, count)
 
 
+def body_of_compiled_blocks() -> None:
+    """In the order of torchtitan: styles, then compiled blocks, then units."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "ep"))
+    torch.manual_seed(0)
+    one: Any = nn.Sequential(nn.Linear(D, D), Block(Fused(4), 2)).double()
+    many = copy.deepcopy(one)
+    mw.parallelize_module(many, mesh["ep"], {"1.experts": ExpertParallel()})
+    many[1].compile(backend="aot_eager")
+    dense = mesh["shard", "ep"]._flatten("dense")
+    mw.fully_shard(many[1], mesh=dense)
+    mw.fully_shard(many, mesh=dense)
+    one(batch(0)).square().mean().backward()
+    many(batch(0).chunk(2)[torch.distributed.get_rank()]).square().mean().backward()
+    for (name, whole), mine in zip(one.named_parameters(), many.parameters(), strict=True):
+        found = mine.grad.full_tensor()
+        torch.testing.assert_close(found, whole.grad, **CLOSE, msg=lambda t, n=name: f"{n}: {t}")
+
+
+@pytest.mark.slow
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
+def test_blocks_that_are_compiled_after_styles(ranks: Ranks) -> None:
+    ranks(2, body_of_compiled_blocks)
+
+
 class Listed(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -143,6 +143,17 @@ def test_weights_of_another_shape(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+def test_a_tensor_mesh_of_ranks_with_tokens_of_their_own(ranks: Ranks) -> None:
+    def body() -> None:
+        mesh, text = expert_mesh(), "ranks [0, 1] have the same tokens; ranks [{}] of them hold"
+        style = ExpertParallel(tensor_mesh=mesh)
+        other = 1 - comm.communicator().rank
+        with pytest.raises(ValueError, match=re.escape(text.format(other))):
+            parallelize_module(Block(Fused(4), 2), mesh, {"experts": style})
+
+    ranks(2, body)
+
+
 def test_experts_that_two_units_share(ranks: Ranks) -> None:
     """Where no rank holds the same experts, nothing is gathered, so that shapes do not tell."""
 

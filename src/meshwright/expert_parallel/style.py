@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.exchanging import exchange_over
 from meshwright.expert_parallel.forms import check_keeps_all, checked_form
 from meshwright.expert_parallel.layer import Exchange, ExpertLayer, ExpertSettings
@@ -11,6 +12,7 @@ from meshwright.expert_parallel.routing import record_routers
 from meshwright.layout import Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel import ParallelStyle
+from meshwright.tensor_parallel.layouts import Site
 from meshwright.tensor_parallel.styles import distribute, guard_loading, shown
 
 
@@ -58,6 +60,7 @@ class ExpertParallel(ParallelStyle):
         # The gradient of a norm inside of the experts is not summed over slices.
         if self.tensor_mesh is not None and len([*module.parameters()]) == len(module._parameters):
             slices = self.site_of(module, self.tensor_mesh).axis
+            _check_slices(site, slices)
         vars(module)["_meshwright_style"] = ExpertSettings(
             site, form, number, self.exchange, self.own_auxiliary, slices
         )
@@ -81,3 +84,13 @@ class ExpertParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return shown(self, "exchange", "tensor_mesh", "own_auxiliary")
+
+
+def _check_slices(site: Site, slices: Communicator) -> None:
+    """Raise ValueError for ``slices`` that have ranks of the exchange, beside this one."""
+    if shared := {*slices.ranks} & {*site.axis.ranks} - {slices.ranks[slices.rank]}:
+        raise ValueError(
+            f"axis {site.axis.axis}: '{site.labels.name}' got a tensor_mesh whose ranks "
+            f"{list(slices.ranks)} have the same tokens; ranks {sorted(shared)} of them hold other "
+            "experts, and have tokens of their own. Give the mesh of tensor parallelism, or none"
+        )

@@ -95,6 +95,8 @@ class _Following(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what any function returns
+        if torch.compiler.is_compiling():  # a compiled layer, which is not followed
+            return func(*args, **(kwargs or {}))
         try:
             found = func(*args, **(kwargs or {}))
         except RuntimeError as error:
