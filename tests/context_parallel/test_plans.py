@@ -120,7 +120,8 @@ def check(
         assert difference is None, difference
 
 
-RING, HEADS = ContextPlan(method="ring"), ContextPlan(method="all-to-all")
+METHODS = {method: ContextPlan(method=method) for method in ("ring", "all-to-all")}
+RING, HEADS = METHODS.values()
 
 
 @pytest.mark.parametrize("context", [RING, HEADS, ContextPlan(method="ring", split="contiguous")])
