@@ -31,6 +31,9 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
             *("tests/fuzz", "--cases", "1000", "--experts"),
         ),
         "ranks killed at any moment": ("tests/soak/kills.py",),
+        "ranks killed and stopped inside of attention over several ranks": (
+            *("tests/soak/kills.py", "--inside"),
+        ),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
         "1,000 groups, models made and deleted": ("tests/soak/lifetimes.py",),
