@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as by_name
 
@@ -118,6 +119,21 @@ def test_numbers_are_those_of_one_process(
         body(21, method, split)
 
     ranks(count, both)
+
+
+def test_a_mesh_over_the_group_of_all_ranks(ranks: Ranks) -> None:
+    """Which has a name, and a communicator of that, already."""
+
+    def run() -> None:
+        group = comm.communicator().group
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+        x = torch.arange(7).view(1, 7)
+        own = x.clone()
+        with context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]):
+            part = own.clone()
+        assert torch.equal(context_parallel_unshard(mesh, [part], [1])[0], x)
+
+    ranks(2, run)
 
 
 class Placed(Model):

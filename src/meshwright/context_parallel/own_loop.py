@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -41,8 +40,8 @@ class _Known:
     """Of `set_rotate_method`."""
 
     def __init__(self) -> None:
-        self.last: weakref.WeakKeyDictionary[Communicator, ContextSplit]
-        self.last = weakref.WeakKeyDictionary()
+        self.last: dict[tuple[int, ...], ContextSplit] = {}
+        """By the ranks of an axis: a group with several names has communicators of each."""
         self.parts: set[int] = set()
         """The ``id`` of each tensor that is a part now."""
 
@@ -105,7 +104,7 @@ def context_parallel(
     parted = ContextSplit.of(rows, axis.size, chosen)
     _check_rows(axis, given, dims, parted)
     counts = _counts(given, dims, labels, parted)
-    _known().last[axis] = parted
+    _known().last[axis.ranks] = parted
     padding = None if attention_mask is None else attention_mask.reshape(-1, length) != 0
     state = Attending(axis, parted, how, padding)
     kept = {id(each) for each in no_restore_buffers or ()}
@@ -232,7 +231,7 @@ def context_parallel_unshard(
     Collective; without gradients. Raises ValueError before the first, and for other lengths.
     """
     (axis,) = mesh_communicators(mesh, "cp")
-    if (split := _known().last.get(axis)) is None:
+    if (split := _known().last.get(axis.ranks)) is None:
         raise ValueError(f"axis {axis.axis}: nothing was split by context_parallel so far")
     sizes = [split.positions(rank).shape[1] for rank in range(split.ranks)]
     found = []
