@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.head = nn.Linear(D, V)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.places(positions(ids.shape[1]))
+        x = self.tokens(ids) + self.places(positions(ids.shape[1], ids.device))
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

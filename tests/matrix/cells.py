@@ -195,7 +195,7 @@ class Placed(nn.Module):
         self.words, self.places = nn.Embedding(11, WIDTH), nn.Embedding(16, WIDTH)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.words(words) + self.places(positions(words.shape[1]))
+        return self.words(words) + self.places(positions(words.shape[1], words.device))
 
 
 class Attention(nn.Module):

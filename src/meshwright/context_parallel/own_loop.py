@@ -103,7 +103,8 @@ def context_parallel(
     chosen = split or ("zigzag" if documents is None else "documents")
     parted = ContextSplit.of(rows, axis.size, chosen)
     _check_rows(axis, given, dims, parted)
-    counts = _counts(given, dims, labels, parted)
+    if labels is not None and not any(each is labels for each in given):
+        raise ValueError("context_parallel: labels is none of the buffers")
     _known().last[axis.ranks] = parted
     padding = None if attention_mask is None else attention_mask.reshape(-1, length) != 0
     state = Attending(axis, parted, how, padding)
@@ -122,7 +123,12 @@ def context_parallel(
                 _known().parts.discard(id(each))
                 if id(each) not in kept:
                     each.data = whole
-    if len({*counts}) > 1 and state.trains and not state.is_weighed:
+    if state.is_weighed or not state.trains:
+        return
+    # Only now, as on a device the host waits for them.
+    named = [whole for each, whole in zip(given, wholes, strict=True) if each is labels]
+    counts = _counts(wholes, dims, named[0] if named else None, parted)
+    if len({*counts}) > 1:
         raise ValueError(
             f"axis {axis.axis}: the parts of its ranks have {', '.join(map(str, counts))} labels, "
             "so the mean over a part is not its share of the mean over all. Weigh the loss by "
@@ -181,8 +187,6 @@ def _counts(
         is_whole = not each.is_floating_point() and each.dtype != torch.bool
         if each is labels or (labels is None and is_whole and bool((each == IGNORED).any())):
             return labels_of_parts(each, split, dim)
-    if labels is not None:
-        raise ValueError("context_parallel: labels is none of the buffers")
     return [split.positions(rank).numel() for rank in range(split.ranks)]
 
 
@@ -214,7 +218,9 @@ def positions(length: int, device: torch.device | str | None = None) -> torch.Te
     state = now_attending()
     if state is None:
         return torch.arange(length, device=device)
-    found = state.split.positions(state.axis.rank).to(device)
+    found = state.split.positions(state.axis.rank)
+    if device is not None:
+        found = state.split.positions_on(state.axis.rank, torch.device(device))
     if found.shape[1] != length:
         raise ValueError(
             f"axis {state.axis.axis}: positions of {length} tokens, and this rank has "
