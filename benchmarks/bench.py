@@ -77,7 +77,7 @@ AIMS: dict[str, float] = {
     },
     **{
         f"context {work}: ours all-to-all over bare shm, CPU": 1.1
-        for work in ("attention", "exchange")
+        for work in ("attention", "short", "exchange")
     },
     "checkpoint, 1,000 small tensors: save over a raw write": 3.0,
     "checkpoint, 1,000 small tensors: load over a raw read of new memory": 4.0,

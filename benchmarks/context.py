@@ -5,8 +5,9 @@
     python benchmarks/context.py --profile all-to-all
 
 A step is forward and backward of causal attention of 8 heads, of keys 4 and of width 32, of one row
-whose positions are split. ``attention``: 2,048 positions; ``exchange``: 512 rows of 8, so that the
-tensors' way is nearly all there is. ``bare`` is torch's operations, written by hand: one
+whose positions are split. ``attention``: 2,048 positions; ``short``: 64 rows of
+64; ``exchange``: 512 rows of 8, so that the tensors' way is nearly all there is. Heads lie next to
+each other in memory, as layers leave them. ``bare`` is torch's operations, written by hand: one
 ``all_to_all_single`` of queries, keys and values, in an autograd function of its own,
 ``scaled_dot_product_attention`` of half of the heads on whole sequences, and an all-to-all back; on
 Gloo, and (``bare shm``) on the same shared memory as ours. ``all-to-all`` and ``ring`` are
@@ -57,7 +58,11 @@ class Workload:
     steps: int
 
 
-WORKS = {"attention": Workload(1, 2048, 4), "exchange": Workload(512, 8, 8)}
+WORKS = {
+    "attention": Workload(1, 2048, 4),
+    "short": Workload(64, 64, 8),
+    "exchange": Workload(512, 8, 8),
+}
 
 
 class _Exchange(torch.autograd.Function):
@@ -107,7 +112,8 @@ class Arm:
             for heads in (HEADS, KEYS, KEYS, HEADS)
         ]
         with self.splitting(*wholes, dim=2):
-            *self.qkv, self.grad = (x.clone() for x in wholes)
+            parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in wholes]
+        *self.qkv, self.grad = parts
         for x in self.qkv:
             x.requires_grad_()
 

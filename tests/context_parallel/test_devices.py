@@ -83,7 +83,7 @@ def body_plan(axes: dict[str, int], method: str) -> list[str]:
 
 
 @pytest.mark.devices("simulated", reason="a host waits for no device")
-@pytest.mark.parametrize("method", ["all-to-all", "ring"])
+@pytest.mark.parametrize("method", ["all-to-all", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_step_has_no_wait(ranks: Ranks, method: str) -> None:
     for found in ranks(2, body_plan, {"context": 2}, method):
         assert not found, found
@@ -126,7 +126,7 @@ def body_packed(is_on_host: bool) -> list[str]:
 
 
 @pytest.mark.devices("simulated", reason="a host waits for no device")
-@pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.parametrize("is_on_host", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_documents_are_read_by_the_host(ranks: Ranks, is_on_host: bool) -> None:
     for found in ranks(2, body_packed, is_on_host):
         if is_on_host:
