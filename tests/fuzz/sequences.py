@@ -34,6 +34,7 @@ STEPS = 3
 WORDS, WIDTH, CLIP, IGNORED = 13, 12, 0.3, -100
 USUAL = ("causal", "causal", "full", "scaled", "values", "feed forward", "flat")
 ODD = ("masked", "bias", "grouped", "convolution", "few queries", "dropout")
+HEADS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (3, 3), (6, 2))
 LOOPS = ("summed", "replicate", "ddp", "fully_shard")
 AXES: Mapping[int, tuple[str, ...]] = {
     2: ("context=2",),
@@ -126,18 +127,16 @@ def draw_sequences(seed: int, world: int, draw: random.Random) -> Sequences:
             traits.add("padded")
         found = replace(found, folder=folder, config=() if is_mixture else tuple(config))
     else:
+        # What only the comparison of a plan with the whole model can see.
+        odd = ODD if axes else tuple(kind for kind in ODD if kind != "convolution")
         kinds = [
-            draw.choice(ODD if draw.random() < 0.05 else USUAL)
-            for _ in range(draw.choice((1, 2, 3)))
+            draw.choice(odd if draw.random() < 0.05 else USUAL) for _ in range(draw.randint(1, 3))
         ]
-        heads = [
-            draw.choice(((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (3, 3), (6, 2)))
-            for _ in kinds
-        ]
+        heads = [draw.choice(HEADS) for _ in kinds]
         layers = [(kind, *each) for kind, each in zip(kinds, heads, strict=True)]
         if "expert" in axes or draw.random() < 0.15:
             layers.insert(draw.randint(0, len(layers)), ("mixture", 1, 1))
-        if draw.random() < 0.03:
+        if axes and draw.random() < 0.05:
             traits.add("own positions")
         found = replace(found, layers=tuple(layers))
     return replace(found, documents=documents, traits=tuple(sorted(traits)))
