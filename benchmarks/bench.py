@@ -75,6 +75,10 @@ AIMS: dict[str, float] = {
         for work in ("layer", "exchange")
         for exchange in ("tokens", "pairs")
     },
+    **{
+        f"context {work}: ours all-to-all over bare shm, CPU": 1.1
+        for work in ("attention", "short", "exchange")
+    },
     "checkpoint, 1,000 small tensors: save over a raw write": 3.0,
     "checkpoint, 1,000 small tensors: load over a raw read of new memory": 4.0,
     "checkpoint, 1,000 small tensors: load_into over a raw read": 4.0,
@@ -179,6 +183,7 @@ RUNS = (
         ("--works", "small", "--rounds", "3"),
     ),
     Run("experts", ("experts.py",), ("--works", "exchange", "--rounds", "3")),
+    Run("context", ("context.py",), ("--works", "exchange", "--rounds", "3")),
     Run(
         "compiled",
         (

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 
 import pytest
 import torch
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 from support.context_parallel.attention import CLOSE, KINDS, METHODS, Case, Inputs, compare
 from support.internals.context_parallel import ContextSplit, attention_by_heads, ring_attention
+from support.internals.timeline import Collective
 
 ONE = ((29,),)
 OTHERS = ((13, 1, 9, 6), (29,))
@@ -168,3 +171,28 @@ def body_refusals() -> None:
 
 def test_refusals(ranks: Ranks) -> None:
     ranks(4, body_refusals)
+
+
+@pytest.mark.devices("host", reason="only a wait of the host says in which exchange it was")
+@pytest.mark.parametrize("exchange", ["by head forward", "by position backward"])
+def test_a_rank_that_is_killed_in_an_exchange_is_named(ranks: Ranks, exchange: str) -> None:
+    def body() -> None:
+        world = comm.communicator()
+        inputs = Inputs(Case(ONE, {}))
+
+        class Kill(Recorder):
+            def issued(self, collective: Collective) -> None:
+                if collective.label == f"attn {exchange}" and world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        own = [inputs.split.part(x, world.rank, 2).requires_grad_() for x in inputs.given]
+        with observe(Kill()):
+            by_heads(inputs, *own, None).sum().backward()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, grace=10.0)
+    (other,) = (outcome for outcome in caught.value.outcomes if outcome.rank != 1)
+    text = other.details()
+    assert f"attn {exchange}" in text, text
+    assert "rank 1 failed first" in text and "its process has ended" in text, text
+    assert other.seconds < 30  # on any machine; `soak/kills.py --inside` measures how soon it was

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as by_name
 
@@ -53,7 +54,7 @@ class Model(nn.Module):
         self.head = nn.Linear(D, V)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.places(positions(ids.shape[1]))
+        x = self.tokens(ids) + self.places(positions(ids.shape[1], ids.device))
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
@@ -118,6 +119,66 @@ def test_numbers_are_those_of_one_process(
         body(21, method, split)
 
     ranks(count, both)
+
+
+def test_a_mesh_over_the_group_of_all_ranks(ranks: Ranks) -> None:
+    """Which has a name, and a communicator of that, already."""
+
+    def run() -> None:
+        group = comm.communicator().group
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+        x = torch.arange(7).view(1, 7)
+        own = x.clone()
+        with context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]):
+            part = own.clone()
+        assert torch.equal(context_parallel_unshard(mesh, [part], [1])[0], x)
+
+    ranks(2, run)
+
+
+class Placed(Model):
+    """Is given the places of tokens in their documents."""
+
+    def forward(self, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(at)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def body_documents(rows: list[list[int]], method: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    one = Placed().double()
+    many = copy.deepcopy(one)
+    at = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    ids, labels = (torch.randint(V, at.shape) for _ in range(2))
+
+    def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    for number, row in enumerate(rows):
+        documents = [x[number].split(row) for x in (ids, at, labels)]
+        for words, places, goal in zip(*documents, strict=True):
+            (loss_of(one(words[None], places[None]), goal[None]) / labels.numel()).backward()
+    with context_parallel(
+        mesh,
+        buffers=[ids, labels, at],
+        buffer_seq_dims=[1, 1, 1],
+        documents=at.clone(),
+        method=method,
+    ):
+        global_mean(loss_of(many(ids, at), labels), labels.numel(), mesh).backward()
+    check(one, many)
+
+
+@pytest.mark.parametrize("method", ["all-to-all", "ring"])
+def test_documents_are_kept_apart(ranks: Ranks, method: str) -> None:
+    def both() -> None:
+        body_documents([[9, 3, 1, 8], [21]], method)
+        body_documents([[4, 4, 5], [4, 4, 5]], method)
+
+    ranks(2, both)
 
 
 def test_unequal_labels_raise_unless_they_are_weighed(ranks: Ranks) -> None:

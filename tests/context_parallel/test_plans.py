@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshwright import init_device_mesh
 from meshwright.composition import parallelize
 from meshwright.context_parallel import context_parallel
-from meshwright.plan import ContextPlan, ExpertPlan, Plan, TensorPlan, TrainPlan
+from meshwright.plan import ContextPlan, ExpertPlan, PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
 from support.internals.axes import Axes
 from support.internals.reference import first_difference, record, train_reference
@@ -30,6 +30,20 @@ pytestmark = [
 ]
 
 LENGTH, ROWS = 13, 8
+DENSE_LAYOUTS = (
+    {"context": 4},
+    {"replicate": 2, "context": 2},
+    {"shard": 2, "context": 2},
+    {"context": 2, "tensor": 2},
+)
+LAYOUTS = (
+    *DENSE_LAYOUTS,
+    {"context": 2},
+    {"context": 2, "expert": 2},
+    {"replicate": 2, "context": 2, "expert": 2},
+    {"shard": 2, "context": 2, "expert": 2},
+)
+"""Of models with experts."""
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -85,6 +99,9 @@ def plan_of(axes: dict[str, int], context: ContextPlan, **train: Any) -> Plan:
         context=context,
         expert=ExpertPlan(balance="none" if "expert" in axes else None),
         tensor=TensorPlan(rules=rules if "tensor" in axes else None),
+        pipeline=PipelinePlan(schedule="1f1b", microbatches=2)
+        if "pipeline" in axes
+        else PipelinePlan(),
         train=TrainPlan(clip_norm=0.5, **train),
     )
 
@@ -120,7 +137,8 @@ def check(
         assert difference is None, difference
 
 
-RING, HEADS = ContextPlan(method="ring"), ContextPlan(method="all-to-all")
+METHODS = {method: ContextPlan(method=method) for method in ("ring", "all-to-all")}
+RING, HEADS = METHODS.values()
 
 
 @pytest.mark.parametrize("context", [RING, HEADS, ContextPlan(method="ring", split="contiguous")])
@@ -130,17 +148,13 @@ def test_dense_models(ranks: Ranks, folder: str, kind: str, context: ContextPlan
     check(ranks, folder, {"context": 2}, context, kind)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"context": 4},
-        {"replicate": 2, "context": 2},
-        {"shard": 2, "context": 2},
-        {"context": 2, "expert": 2},
-        {"context": 2, "tensor": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", DENSE_LAYOUTS, ids=str)
+@pytest.mark.parametrize("folder", DENSE)
+def test_layouts_of_dense_models(ranks: Ranks, folder: str, axes: dict[str, int]) -> None:
+    check(ranks, folder, axes, ContextPlan(), "packed")
+
+
+@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("folder", FIVE)
 def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) -> None:
     # gpt-oss attends across documents in transformers, with one process too.
@@ -151,6 +165,14 @@ def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) ->
 def test_a_model_that_attends_across_documents_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r'first in .*self_attn.*set documents = "none"'):
         check(ranks, "gpt_oss", {"context": 2}, ContextPlan(), "packed")
+
+
+@pytest.mark.parametrize(("folder", "layer"), [("granitemoehybrid", "mamba"), ("lfm2_moe", "conv")])
+def test_layers_with_a_state_are_refused_by_name(ranks: Ranks, folder: str, layer: str) -> None:
+    with pytest.raises(
+        RanksFailed, match=rf"first in 'model\.layers\.0\.{layer}.*mixes positions without"
+    ):
+        check(ranks, folder, {"context": 2}, ContextPlan())
 
 
 def test_positions_that_a_model_counts_itself_are_refused(ranks: Ranks) -> None:

@@ -162,6 +162,16 @@ class Eager(Model):
             layer.attend = product
 
 
+class Counting(Model):
+    """Counts positions from 0 itself."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
     scores = q @ k.mT / q.shape[-1] ** 0.5
     return scores.softmax(-1) @ v
@@ -172,8 +182,9 @@ def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> t
     [
         (Mixing, r"axis context: split over 2 ranks.*'layers\.0\.1.*relative error.*set axis"),
         (Eager, r"first in 'layers\.0\.out' \(Linear; relative error"),
+        (Counting, r"axis context: split over 2 ranks.*first in 'layers\.0\.qkv'"),
     ],
-    ids=["convolution", "product"],
+    ids=["convolution", "product", "positions"],
 )
 def test_layers_that_mix_positions_are_refused_by_name(
     ranks: Ranks, make: Callable[[], nn.Module], match: str

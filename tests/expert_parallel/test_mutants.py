@@ -6,9 +6,7 @@ A test that needs two ranks runs in them, first without the fault.
 from __future__ import annotations
 
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ from expert_parallel import test_checkpoints as of_checkpoints
 from expert_parallel import test_refusals as of_refusals
 from expert_parallel import test_slices as of_slices
 from expert_parallel import test_training as of_training
-from matrix.cells import Cell
 from matrix.test_mutations import unsummed
-from matrix.training import check
 from meshwright import comm, parallelize_module
 from meshwright.composition import parallelize
 from meshwright.expert_parallel import ExpertParallel
@@ -43,19 +39,7 @@ from support.internals.expert_parallel import balance, exchange, forms, layer, r
 from support.internals.gradients import norm
 from support.internals.reference import first_difference, record, train_reference
 from support.internals.tensor_parallel import functions
-
-Patch = pytest.MonkeyPatch
-
-
-def here(size: int, body: Callable[..., Any], *given: Any, **_: Any) -> list[Any]:
-    """Run the body of a test on the ranks that there are, instead of new ones."""
-    assert comm.communicator().size == size
-    return [body(*given)]
-
-
-def trains(ranks: Ranks, axes: str, **more: Any) -> None:
-    check(ranks, [Cell(axes=axes, model="mixture", **more)], 60)
-
+from support.mutants import Mutant, Patch, changed, parameters, said_of, trains
 
 # ----------------------------------------------------------------- tests that no other file has
 
@@ -153,16 +137,6 @@ def goes_on(_: Ranks) -> None:
 # --------------------------------------------------------------------------------- the faults
 
 
-def changed(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[Patch], None]:
-    """Plant ``change``, which gets the real function and what that is called with."""
-    real = getattr(owner, name)
-
-    def call(*given: Any, **options: Any) -> Any:
-        return change(real, *given, **options)
-
-    return lambda patch: patch.setattr(owner, name, call)
-
-
 def times_exchange(real: Any, group: ParameterGroup, *given: Any, **options: Any) -> Any:
     moves = real(group, *given, **options)
     if group.axes.exchange is not None:
@@ -250,16 +224,6 @@ def in_evaluation(real: Any, part: nn.Module, *given: Any) -> None:
 def accepted(patch: Patch) -> None:
     for room in (forms, style):
         patch.setattr(room, "check_keeps_all", lambda *given: None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    plant: Callable[[Patch], None]
-    seen_by: Callable[[Any], None]
-    """A test, which gets the fixture ``ranks``."""
-    sees: str = " are not close"
-    """A piece of what it says."""
-    size: int = 2
 
 
 numbers = of_training.test_numbers_are_those_of_one_process
@@ -393,22 +357,11 @@ QUICK = (
 
 
 def body_planted(name: str) -> str:
-    mutant = MUTANTS[name]
-    mutant.seen_by(here)
-    with pytest.MonkeyPatch.context() as patch:
-        mutant.plant(patch)
-        try:
-            mutant.seen_by(here)
-        except (Exception, pytest.fail.Exception):
-            return traceback.format_exc()
-    return "nothing"
+    return said_of(MUTANTS[name])
 
 
 @pytest.mark.devices("host", reason="what sees a fault is itself run on devices")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MUTANTS],
-)
+@pytest.mark.parametrize("name", parameters(MUTANTS, QUICK))
 def test_a_fault_is_seen(ranks: Ranks, name: str) -> None:
     mutant = MUTANTS[name]
     said = ranks(mutant.size, body_planted, name, timeout=200)

@@ -2,6 +2,7 @@
 
 python -m tests.fuzz --cases 5000 --seed 1       # many, drawn from a number
 python -m tests.fuzz --cases 1000 --experts      # all with axis expert
+python -m tests.fuzz --cases 1000 --context      # all with axis context
 python -m tests.fuzz --case 1234                 # one again, with its traceback
 python -m tests.fuzz --case 1234 --without block0 clip_ours
 python -m tests.fuzz --case 1234 --shrink        # and what can be left out of it
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fuzz.cases import EXPERTS, draw_case, without
+from fuzz.cases import CONTEXT, EXPERTS, draw_case, without
 from fuzz.judging import Report, Verdict, check, shrink
 
 
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case is not None:
         return _one(options.case, options.without, shrinks=options.shrink)
     seed = random.randrange(10**6) * 1000 if options.seed is None else options.seed
-    seed += EXPERTS if options.experts else 0
+    seed += CONTEXT if options.context else EXPERTS if options.experts else 0
     print(f"cases {seed} to {seed + options.cases - 1}", flush=True)
     begun, report = time.monotonic(), Report()
     left = range(seed, seed + options.cases)
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="draw no more cases after that")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--experts", action="store_true", help="draw all with axis expert")
+    parser.add_argument("--context", action="store_true", help="draw all with axis context")
     parser.add_argument("--layouts", nargs="+", default=[""], help="words, one of which they have")
     parser.add_argument("--case", type=int, help="run this one alone")
     parser.add_argument("--without", nargs="+", default=[], help="what to leave out of it")

@@ -13,11 +13,14 @@ from types import MappingProxyType
 
 from fuzz.mixtures import MIXTURES
 from fuzz.models import ModelSpec, draw_mixture, draw_model, with_experts
+from fuzz.sequences import Sequences, draw_sequences, simpler_ones
 
-__all__ = ["BY_HAND", "EXPERTS", "STEPS", "Case", "draw_case", "simpler", "without"]
+__all__ = ["BY_HAND", "CONTEXT", "EXPERTS", "STEPS", "Case", "draw_case", "simpler", "without"]
 
 EXPERTS = 10**9
 """Cases from this number on have axis expert."""
+CONTEXT = 2 * EXPERTS
+"""Cases from this number on have axis context."""
 
 STEPS = 4
 CHANGED = 2
@@ -133,6 +136,8 @@ class Case:
     passes: int = 1
     """Backward passes of a step."""
     loop: tuple[str, ...] = ()
+    sequences: Sequences | None = None
+    """What a case with axis context has instead of all but ranks and backend."""
 
     @property
     def is_plan(self) -> bool:
@@ -173,6 +178,8 @@ class Case:
         return flat or "flat" in self.options or "flat groups" in self.options
 
     def __str__(self) -> str:
+        if self.sequences is not None:
+            return f"{self.world} ranks / {self.backend} / {self.layout} | {self.sequences}"
         words = (f"{self.world} ranks", self.backend, self.layout, self.schedule, *self.options)
         loop = (self.optimizer, f"x{self.passes}", *self.loop)
         return f"{' / '.join(w for w in words if w)} | {self.model} | {' / '.join(loop)}"
@@ -180,6 +187,8 @@ class Case:
 
 def draw_case(seed: int) -> Case:
     """The case of number ``seed``."""
+    if seed >= CONTEXT:
+        return _draw_context(seed, random.Random(seed))
     other = random.Random(f"experts {seed}")
     chance = 0.0 if seed >= EXPERTS else other.random()
     if chance < 0.07:
@@ -210,6 +219,24 @@ def _draw_experts(seed: int, draw: random.Random) -> Case:
         loop=(*_some(draw, loop, 0.13), *_some(draw, BALANCE, 0.3)),
     )
     return _sensible(case)
+
+
+def _draw_context(seed: int, draw: random.Random) -> Case:
+    """A case with axis context, by a plan or in an own loop."""
+    world = draw.choice((2, 2, 4))
+    found = draw_sequences(seed, world, draw)
+    return _of_sequences(seed, world, draw.choice(("shm", "shm", "gloo")), found)
+
+
+def _of_sequences(seed: int, world: int, backend: str, found: Sequences) -> Case:
+    return Case(
+        seed=seed,
+        world=world,
+        backend=backend,
+        model=ModelSpec(seed=seed, blocks=(), is_chain=True),
+        layout=found.axes or f"context by hand, {found.loop}",
+        sequences=found,
+    )
 
 
 def _draw_any(seed: int, draw: random.Random) -> Case:
@@ -271,6 +298,8 @@ def _fits(name: str, layout: str) -> bool:
 
 def _sensible(case: Case) -> Case:
     """``case`` without what would make it another model in one process, too."""
+    if case.sequences is not None:
+        return case
     names = {name for name, _ in case.model.blocks}
     loop = set(case.loop)
     if len([each for each in loop if each.startswith("clip")]) > 1 or "step in backward" in loop:
@@ -344,6 +373,12 @@ def _sensible_with_experts(
 
 def parts_of(case: Case) -> Iterator[tuple[str, Case]]:
     """What may be taken out of ``case``, and the case without it."""
+    if case.sequences is not None:
+        for word, left in simpler_ones(case.sequences):
+            yield word, _of_sequences(case.seed, case.world, case.backend, left)
+        if case.backend != "shm":
+            yield "gloo", replace(case, backend="shm")
+        return
     for number in range(len(case.model.blocks)):
         if len(case.model.blocks) > 1:
             left = case.model.blocks[:number] + case.model.blocks[number + 1 :]

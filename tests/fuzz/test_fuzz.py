@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuzz.cases import EXPERTS, Case, draw_case
+from fuzz.cases import CONTEXT, EXPERTS, Case, draw_case
 from fuzz.judging import Report, check
 from fuzz.layouts import ByHand, Part
 from fuzz.models import ModelSpec
@@ -30,6 +30,11 @@ def test_forty_drawn_cases_train_as_one_process_or_are_refused_by_name(first: in
 @pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_drawn_cases_with_axis_expert(first: int) -> None:
     _judge(EXPERTS + first, count=20)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
+def test_drawn_cases_with_axis_context(first: int) -> None:
+    _judge(CONTEXT + first, count=20)
 
 
 @pytest.mark.soak

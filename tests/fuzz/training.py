@@ -26,6 +26,7 @@ from fuzz.layouts import CLIP, RATE, Part, lay_out, losses_of, split_in, step_in
 from fuzz.mixtures import Balance
 from fuzz.models import build, call, last_of, output_of
 from fuzz.optimizers import optimizer_of
+from fuzz.sequences import expected_steps, over_ranks
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -200,6 +201,11 @@ class Record:
 
 def expected_of(case: Case) -> list[Record]:
     """Each step in one process. What raises here is no program."""
+    if case.sequences is not None:
+        steps = expected_steps(case.sequences)
+        return [
+            Record(loss=one.loss, gradients=one.gradients, weights=one.weights) for one in steps
+        ]
     one = One(case)
     found: list[Record] = []
     for step in range(STEPS):
@@ -231,6 +237,15 @@ class Differs(Exception):  # noqa: N818 - what it says is no error of a program
 
 def follow(case: Case, expected: Sequence[Record], at: dict[str, int]) -> None:
     """Train ``case`` over the ranks; ``at`` says in which step it is. Raises `Differs`."""
+    if case.sequences is not None:
+        found = over_ranks(case.sequences)
+        for step, record in enumerate(expected):
+            mine = next(found)
+            at["step"] = step
+            close(torch.tensor(mine.loss), torch.tensor(record.loss), "the loss")
+            compare_gradients(case, mine.gradients, record.gradients)
+            compare(mine.weights, record.weights)
+        return
     laid = lay_out(case)
     for step, record in enumerate(expected):
         at["step"] = step

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.context_parallel import positions
 from meshwright.expert_parallel import experts
 from meshwright.plan import (
     BucketPlan,
+    ContextPlan,
     ExpertPlan,
     PipelinePlan,
     Plan,
@@ -56,6 +58,22 @@ THREE_WITH_EXPERTS = (
     *("replicate=2,shard=2,expert=2", "shard=2,expert=2,tensor=2", "shard=2,expert=4"),
     *("pipeline=2,shard=2,expert=2", "pipeline=2,replicate=2,expert=2"),
 )
+CONTEXT_AXES = (
+    *("context=2", "context=4", "replicate=2,context=2", "shard=2,context=2"),
+    *("context=2,expert=2", "context=2,tensor=2"),
+)
+EIGHT_WITH_CONTEXT = (
+    *("replicate=2,shard=2,context=2", "replicate=2,context=4", "shard=2,context=4"),
+    *("context=4,tensor=2", "replicate=2,context=2,expert=2", "shard=2,context=2,expert=2"),
+    *("context=2,expert=2,tensor=2", "context=4,expert=2"),
+)
+"""Layouts of 8 ranks."""
+METHODS = ("ring", "all-to-all")
+WAYS: tuple[Mapping[str, Any], ...] = (
+    *({"accumulate": 2}, {"option": "recompute"}, {"precision": "bfloat16"}),
+    {"option": "compile"},
+)
+"""What cells with axis context do beside their layout."""
 REVERSED = tuple(",".join(reversed(axes.split(","))) for axes in PAIRS_OF_AXES)
 """The first axis varies slowest over the ranks."""
 THREE_AXES = (
@@ -78,11 +96,14 @@ class Cell:
     is_clipped: bool = False
     optimizer: str = "momentum"
     option: str = ""
+    method: str = ""
+    """Of axis context."""
+    steps: int = 3
 
     def __str__(self) -> str:
         clipped = "clipped" if self.is_clipped else ""
         words = (self.axes, self.schedule, self.model, self.loss, self.precision)
-        more = (f"x{self.accumulate}", clipped, self.optimizer, self.option)
+        more = (f"x{self.accumulate}", clipped, self.optimizer, self.option, self.method)
         return " / ".join(word for word in (*words, *more) if word)
 
     @property
@@ -155,15 +176,61 @@ class Gated(nn.Module):
 class Routed(nn.Module):
     """A router and its experts, behind a norm."""
 
-    def __init__(self, inside: nn.Module, k: int) -> None:
+    def __init__(self, inside: nn.Module, k: int, width: int = D) -> None:
         super().__init__()
-        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, inside.num_experts)
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, inside.num_experts)
         self.experts, self.k = inside, k
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.norm(x).flatten(0, -2)
         weights, indices = self.router(rows).softmax(-1).topk(self.k)
         return x + self.experts(rows, indices, weights).view_as(x)
+
+
+class Placed(nn.Module):
+    """Embeddings of words and of their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, WIDTH), nn.Embedding(16, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.words(words) + self.places(positions(words.shape[1], words.device))
+
+
+class Attention(nn.Module):
+    """Causal, with half as many heads of keys; those of a rank follow from the layers' width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2, bias=False)
+        self.v, self.out = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            each(y).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + torch.tanh(self.out(y.transpose(1, 2).flatten(2)))
+
+
+WIDTH = 16
+
+
+def _attention(*between: nn.Module) -> nn.Module:
+    first, second = between or (nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(Placed(), Attention(), first, Attention(), second, nn.Linear(WIDTH, 11))
+
+
+def _attention_mixture() -> nn.Module:
+    first = Routed(experts(Own(3, WIDTH)), 2, WIDTH)
+    return _attention(first, Routed(Fused(4, d=WIDTH), 1, WIDTH))
+
+
+def _words_of(length: int) -> Callable[[int, torch.Generator], torch.Tensor]:
+    return lambda rows, generator: torch.randint(11, (rows, length), generator=generator)
 
 
 def _mixture() -> nn.Module:
@@ -295,7 +362,26 @@ _EXPERTS: dict[str, Row] = {
 }
 """Models with experts, which other rules of axis expert would refuse to be without."""
 
-ROWS: Mapping[str, Row] = MappingProxyType({**_ROWS, **_EXPERTS})
+
+def _attention_row(length: int, build: Callable[[], nn.Module], recompute: str) -> Row:
+    words = _words_of(length)
+    halves = {f"{n}.{name}": "colwise" for n in (1, 3) for name in "qkv"}
+    return Row(
+        sample=replace(_of_words("attention", build), inputs=words, targets=words),
+        rules={**halves, "1.out": "rowwise", "3.out": "rowwise", "5": "colwise_gathered"},
+        recompute=("1", recompute),
+    )
+
+
+_CONTEXT: dict[str, Row] = {
+    "attention": _attention_row(8, _attention, "3"),
+    "attention of odd length": _attention_row(9, _attention, "3"),
+    "attention mixture": _attention_row(8, _attention_mixture, "2"),
+    "attention mixture of odd length": _attention_row(9, _attention_mixture, "2"),
+}
+"""Models whose sequences may be split."""
+
+ROWS: Mapping[str, Row] = MappingProxyType({**_ROWS, **_EXPERTS, **_CONTEXT})
 
 
 # ------------------------------------------------------------------------------------- plans
@@ -313,7 +399,7 @@ def is_legal(cell: Cell) -> bool:
         return False
     if cell.model == "deep" and cell.precision in ("bfloat16", "narrow"):
         return False  # sixteen layers of rounding
-    if cell.model == "mixture" and cell.precision != "double":
+    if "mixture" in cell.model and cell.precision != "double":
         # Rounding sends tokens to other experts, which few terms of a loss do not average out.
         return cell.precision != "narrow" and cell.loss == "mean"
     # Means of shares of unequal size are refused; statistics of a batch need its parts known.
@@ -338,6 +424,7 @@ def plan_of(cell: Cell) -> Plan:
             microbatches=cell.microbatches,
             split="auto",
         ),
+        context=ContextPlan(method=cell.method or "auto"),  # pyrefly: ignore
         expert=ExpertPlan(exchange="pairs") if cell.option == "pairs" else ExpertPlan(),
         tensor=TensorPlan(rules=row.rules if cell.size("tensor") > 1 else None),
         shard=ShardPlan(units=("",), reshard_after_forward=False)
@@ -388,7 +475,7 @@ NAMES = tuple(field.name for field in fields(Cell))
 
 
 def cell_of(row: Sequence[Any]) -> Cell:
-    return Cell(**dict(zip(NAMES, row, strict=True)))
+    return Cell(**dict(zip(NAMES, row, strict=False)))
 
 
 def pairs(axes: Sequence[str], models: Sequence[str]) -> list[Cell]:
@@ -437,6 +524,42 @@ def over_experts() -> list[Cell]:
         found += itertools.islice(filter(is_legal, cells), 3)
     plain = [each for each in EXPERT_AXES if "pipeline" not in each]
     return found + [cell for cell in pairs(plain, ["mixture"]) if cell.precision != "double"]
+
+
+def over_context() -> list[Cell]:
+    """Every layout with axis context, both methods and losses, and each of `WAYS` alone."""
+    found = []
+    for axes in (*CONTEXT_AXES, *EIGHT_WITH_CONTEXT):
+        plain = "replicate" not in axes and "shard" not in axes and "tensor" not in axes
+        for way, loss, method in itertools.product(({}, *(WAYS if plain else ())), LOSSES, METHODS):
+            found.append(_of_context(axes, way, loss, method))
+    return list(filter(is_legal, found))
+
+
+def quick_over_context() -> list[Cell]:
+    """Twelve on up to 4 ranks: every layout with each loss, and both methods with both."""
+    rows = pairwise((CONTEXT_AXES, LOSSES, METHODS))
+    ways = itertools.cycle(({}, *WAYS[:-1]))
+    found = []
+    for axes, loss, method in rows:
+        cells = (_of_context(axes, way, loss, method) for way in ways)
+        found.append(next(filter(is_legal, cells)))
+    return found
+
+
+def _of_context(axes: Any, way: Mapping[str, Any], loss: Any, method: Any) -> Cell:
+    """Five steps of AdamW with clipping. Parts of unequal length where a loss counts its terms."""
+    model = "attention mixture" if "expert" in axes else "attention"
+    return Cell(
+        axes=axes,
+        model=f"{model}{' of odd length' if loss == 'counted' else ''}",
+        loss=loss,
+        method=method,
+        is_clipped=True,
+        optimizer="adamw",
+        steps=5,
+        **way,
+    )
 
 
 def full() -> list[Cell]:

@@ -1,8 +1,8 @@
 """Kill and stop ranks at random moments of every strategy, and see who is named, and how soon.
 
 Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--first N] [--last N]
-[--strategy NAME ...] [--case N]``. It prints one row for each case, with the machine's load, and
-ends with status 1 when a case misses what is promised:
+[--strategy NAME ...] [--case N] [--inside]``. It prints one row for each case, with the machine's
+load, and ends with status 1 when a case misses what is promised:
 
 =============  ===================================================================================
 what happens   every survivor
@@ -12,12 +12,14 @@ stop           the same, counted from the limit that the user gave
 stop, go on    goes on, as does the rank, when it was stopped for 3 s; nobody says a word
 =============  ===================================================================================
 
+With ``--inside`` ranks are killed and stopped in each operation of attention of axis context.
 No other rank is named. Under torchrun its agent ends the survivors; then it has to name the rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -33,13 +35,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from soak.fleet import Fleet, Rank
-from soak.strategies import STRATEGIES, program
+from soak.strategies import INSIDE, STRATEGIES, program
 
 NAMED_WITHIN, ENDED_WITHIN = 5.0, 5.0
 LIMIT = 10.0
 """The timeout that programs give where ranks are stopped."""
 SLACK = 6.0
 """Roll calls at the limit, and what a loaded machine takes."""
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 TRAIN = """
 [model]
@@ -73,8 +77,15 @@ class Case:
     """connect, first or later."""
     delay: float
     """Seconds from the line of that moment."""
+    inside: str = ""
+    """The operation in which it happens, by the end of its label."""
 
     def __str__(self) -> str:
+        if self.inside:
+            return (
+                f"{self.number:4} {self.strategy:20} {self.backend:5} {self.store:6} "
+                f"{self.ranks} ranks  {self.action:6} rank {self.victim} in {self.inside:22}"
+            )
         return (
             f"{self.number:4} {self.strategy:20} {self.backend:5} {self.store:6} {self.ranks} ranks"
             f"  {self.action:6} rank {self.victim} {self.moment:8}+{self.delay:5.2f} s"
@@ -106,6 +117,26 @@ def cases(
         )
 
 
+def cases_inside() -> Iterator[Case]:
+    """Kill and stop a rank in each operation of `INSIDE`."""
+    for number, ((strategy, inside), action) in enumerate(
+        itertools.product(INSIDE, ("kill", "stop"))
+    ):
+        ranks = 2 + number % 4 // 2
+        yield Case(
+            number=number,
+            strategy=strategy,
+            backend=("shm", "gloo")[number % 3 == 2],
+            store=("rank 0", "agent")[number % 2],
+            ranks=ranks,
+            action=action,
+            victim=number % ranks,
+            moment="later",
+            delay=0.0,
+            inside=inside,
+        )
+
+
 def run(case: Case, fleet: Fleet) -> tuple[list[str], str]:
     """Let it go wrong; what was not as promised, and the times of the slowest survivor."""
     folder = tempfile.mkdtemp(prefix="soak-")
@@ -117,6 +148,7 @@ def run(case: Case, fleet: Fleet) -> tuple[list[str], str]:
         "SOAK_FOLDER": folder,
         "SOAK_STEPS": "150" if case.action == "go on" else "1000000",
         "SOAK_PAUSE": "0.03",
+        "SOAK_INSIDE": f"{case.inside}|{case.victim}|{_SIGNALS.get(case.action, 0):d}",
         "SOAK_LIMIT": "" if case.action == "kill" else str(LIMIT + 10 * (case.action == "go on")),
     }
     try:
@@ -127,6 +159,7 @@ def run(case: Case, fleet: Fleet) -> tuple[list[str], str]:
             environment=environment,
         )
         sign = {"connect": "SIGNED IN", "first": "STEP 0", "later": "STEP 8"}[case.moment]
+        sign = "STRUCK" if case.inside else sign
         victim = ranks[case.victim]
         # Nobody can know of a host of the store that has gone before they came.
         seen = ranks if sign == "SIGNED IN" and case.store == "rank 0" else [victim]
@@ -135,8 +168,10 @@ def run(case: Case, fleet: Fleet) -> tuple[list[str], str]:
         time.sleep(case.delay)
         if case.action == "go on":
             return _go_on(fleet, ranks, victim), ""
-        number = signal.SIGKILL if case.action == "kill" else signal.SIGSTOP
-        when = victim.send(number) + (0 if case.action == "kill" else LIMIT + SLACK)
+        # Inside of an operation the rank does it itself.
+        struck = victim.first(lambda line: line == "STRUCK") if case.inside else None
+        when = victim.send(_SIGNALS[case.action]) if struck is None else struck
+        when += 0 if case.action == "kill" else LIMIT + SLACK
         fleet.wait(NAMED_WITHIN + ENDED_WITHIN + (when - time.monotonic()) + 30)
         survivors = [rank for rank in ranks if rank is not victim]
         times = (
@@ -203,12 +238,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
     parser.add_argument("--last", type=int, help="leave out the cases after this one")
     parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+    parser.add_argument("--inside", action="store_true", help="in each operation of attention")
     parser.add_argument("--case", type=int, help="run this one alone, and show what ranks wrote")
     chosen = parser.parse_args()
-    print(f"seed {chosen.seed}, {chosen.kills} kills, {chosen.stops} stops", flush=True)
+    every = cases(chosen.seed, chosen.kills, chosen.stops, chosen.strategy)
+    if chosen.inside:
+        every = cases_inside()
+    else:
+        print(f"seed {chosen.seed}, {chosen.kills} kills, {chosen.stops} stops", flush=True)
     missed = 0
     with Fleet() as fleet:
-        for case in cases(chosen.seed, chosen.kills, chosen.stops, chosen.strategy):
+        for case in every:
             if case.number < chosen.first or chosen.case not in (None, case.number):
                 continue
             if chosen.last is not None and case.number > chosen.last:

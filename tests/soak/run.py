@@ -30,7 +30,13 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "1,000 cases of the fuzzer with axis expert": (
             *("tests/fuzz", "--cases", "1000", "--experts"),
         ),
+        "1,000 cases of the fuzzer with axis context": (
+            *("tests/fuzz", "--cases", "1000", "--context"),
+        ),
         "ranks killed at any moment": ("tests/soak/kills.py",),
+        "ranks killed and stopped inside of attention over several ranks": (
+            *("tests/soak/kills.py", "--inside"),
+        ),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
         "1,000 groups, models made and deleted": ("tests/soak/lifetimes.py",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["PLAIN", "STRATEGIES", "program"]
+__all__ = ["INSIDE", "PLAIN", "STRATEGIES", "program"]
 
 _HEAD = """
 import logging, os, sys, time
@@ -89,6 +89,45 @@ comm.disconnect()
 print("DONE", flush=True)
 """
 
+_CONTEXT = """
+from meshwright.comm import observe
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (6, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+class Strikes:
+    number = -1
+    def issued(self, collective):
+        where, victim, signal = os.environ.get("SOAK_INSIDE", "|0|0").split("|")
+        is_there = where and collective.label.endswith(where)
+        if is_there and self.number == 8 and R == int(victim):
+            print("STRUCK", flush=True)
+            os.kill(os.getpid(), int(signal))
+    def completed(self, collective, start, end):
+        pass
+
+strikes = Strikes()
+observing = observe(strikes)
+observing.__enter__()
+torch.manual_seed(0)
+trainable = mw.parallelize(
+    nn.Sequential(Attention(), Attention(), nn.Linear(24, 8)),
+    mw.Plan.from_toml(f"[axes]\\ncontext = {N}\\n[context]\\nmethod = '{METHOD}'\\n"),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=F.mse_loss,
+    example=(torch.randn(2, 12, 24),),
+)
+def step(number):
+    strikes.number = number
+    generator = torch.Generator().manual_seed(number)
+    trainable.step(*(torch.randn(4, 12, width, generator=generator) for width in (24, 8)))
+"""
+
 _CONNECT = """
 world = comm.connect(BACKEND, timeout=LIMIT)
 """
@@ -144,6 +183,8 @@ def built():
 
 step = by_plan(f"[axes]\\nexpert = {N}\\n")
 """,
+        "plan context": f"METHOD = 'all-to-all'{_CONTEXT}",
+        "plan context ring": f"METHOD = 'ring'{_CONTEXT}",
         "pipeline gpipe": 'step = by_schedule("GPipe", N)',
         "pipeline interleaved": 'step = by_schedule("Interleaved1F1B", 2 * N)',
         "pipeline zbv": 'step = by_schedule("ZBVZeroBubble", 2 * N)',
@@ -210,6 +251,16 @@ PLAIN = tuple(name for name in _BODIES if name.startswith(("plain a", "plain w",
 
 STRATEGIES = (*_BODIES, "meshwright train")
 """Their names."""
+
+INSIDE = (
+    ("plan context", " by head forward"),
+    ("plan context", " by position forward"),
+    ("plan context", " by head backward"),
+    ("plan context ring", " ring step 1 forward"),
+    ("plan context ring", " ring step 1 backward"),
+    ("plan context ring", " ring step 1 gradients"),
+)
+"""What ends the labels of operations, of strategies that can be interrupted in one."""
 
 
 def program(strategy: str) -> str:

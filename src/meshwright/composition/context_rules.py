@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.comm.streams import is_host
+from meshwright.comm.streams import is_host, moved
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.context_parallel.attention import Attending, attending
 from meshwright.context_parallel.split import ContextSplit, document_lengths, labels_of_parts
@@ -32,6 +32,8 @@ class BatchSplit:
 
     state: Attending
     dims: Mapping[str, int]
+    places: torch.Tensor | None = None
+    """Where documents begin; its part goes to the device, so that it may lie on the host."""
 
     def part(self, value: Any) -> Any:  # noqa: ANN401 - nested as the user has it
         """Return this rank's part of a batch, a target or an output, nested alike."""
@@ -54,7 +56,8 @@ class BatchSplit:
 
     def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         state = self.state
-        return state.split.part(whole, state.axis.rank, dim)
+        part = state.split.part(whole, state.axis.rank, dim)
+        return moved(part, state.axis.device) if whole is self.places else part
 
     def of_rows(self, start: int, stop: int) -> BatchSplit:
         """How the rows from ``start`` up to ``stop`` are split, as a batch of their own."""
@@ -65,7 +68,7 @@ class BatchSplit:
         if padding is not None and len(padding) > 1:
             padding = padding[start:stop]
         own = Attending(self.state.axis, ContextSplit(rows), self.state.method, padding)
-        return BatchSplit(own, self.dims)
+        return BatchSplit(own, self.dims, self.places)
 
     def check_mean(self, target: object) -> None:
         """Raise ValueError where parts of a ``target`` of labels have unequally many of them.
@@ -89,7 +92,7 @@ class BatchSplit:
         """Catch attention of this batch in the block, and drop as the whole batch does."""
         state = self.state
         split, axis = state.split, state.axis
-        places = split.positions(axis.rank).to(axis.device)
+        places = split.positions_on(axis.rank, axis.device)
         own = DimPart(dim=1, index=axis.rank, parts=axis.size, whole=split.length, positions=places)
         with attending(state), contextlib.nullcontext() if draws is None else draws.split(own):
             yield
@@ -136,7 +139,7 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
     padding = named.get(PADDING)
     if padding is not None:
         padding = padding != 0 if padding.ndim == 2 else None
-    return BatchSplit(Attending(axis, split, plan.method, padding), dims)
+    return BatchSplit(Attending(axis, split, plan.method, padding), dims, places)
 
 
 def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLoss:

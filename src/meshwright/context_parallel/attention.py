@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
-from meshwright.comm.streams import is_host
+from meshwright.comm.streams import is_host, moved
 from meshwright.context_parallel.heads import attention_by_heads, heads_divide
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
@@ -312,8 +312,8 @@ class HeldMask:
             given, length = {**self._given, "batch_size": rows}, state.split.length
             function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
             if is_packed or len(state.split.rows) > 1:
-                numbers = state.split.documents().to(given["device"]).expand(rows, -1)
-                places = state.split.places().to(given["device"]).expand_as(numbers)
+                numbers = moved(state.split.documents(), given["device"]).expand(rows, -1)
+                places = moved(state.split.places(), given["device"]).expand_as(numbers)
                 inner = function
 
                 def function(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:  # noqa: ANN401

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.untraced import untraced
+from meshwright.comm.streams import moved
 from meshwright.context_parallel.split import ContextSplit
 
 Attend = Callable[[Tensor, Tensor, Tensor, range], Tensor]
@@ -101,7 +102,7 @@ def _orders(split: ContextSplit, device: torch.device) -> tuple[Tensor, Tensor] 
     order = given.argsort(1)
     if torch.equal(order, given) and bool((order.diff() == 1).all()):
         return None
-    return given.t().contiguous().to(device), order.t().contiguous().to(device)
+    return moved(given.t().contiguous(), device), moved(order.t().contiguous(), device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -41,8 +40,8 @@ class _Known:
     """Of `set_rotate_method`."""
 
     def __init__(self) -> None:
-        self.last: weakref.WeakKeyDictionary[Communicator, ContextSplit]
-        self.last = weakref.WeakKeyDictionary()
+        self.last: dict[tuple[int, ...], ContextSplit] = {}
+        """By the ranks of an axis: a group with several names has communicators of each."""
         self.parts: set[int] = set()
         """The ``id`` of each tensor that is a part now."""
 
@@ -104,8 +103,9 @@ def context_parallel(
     chosen = split or ("zigzag" if documents is None else "documents")
     parted = ContextSplit.of(rows, axis.size, chosen)
     _check_rows(axis, given, dims, parted)
-    counts = _counts(given, dims, labels, parted)
-    _known().last[axis] = parted
+    if labels is not None and not any(each is labels for each in given):
+        raise ValueError("context_parallel: labels is none of the buffers")
+    _known().last[axis.ranks] = parted
     padding = None if attention_mask is None else attention_mask.reshape(-1, length) != 0
     state = Attending(axis, parted, how, padding)
     kept = {id(each) for each in no_restore_buffers or ()}
@@ -123,7 +123,12 @@ def context_parallel(
                 _known().parts.discard(id(each))
                 if id(each) not in kept:
                     each.data = whole
-    if len({*counts}) > 1 and state.trains and not state.is_weighed:
+    if state.is_weighed or not state.trains:
+        return
+    # Only now, as on a device the host waits for them.
+    named = [whole for each, whole in zip(given, wholes, strict=True) if each is labels]
+    counts = _counts(wholes, dims, named[0] if named else None, parted)
+    if len({*counts}) > 1:
         raise ValueError(
             f"axis {axis.axis}: the parts of its ranks have {', '.join(map(str, counts))} labels, "
             "so the mean over a part is not its share of the mean over all. Weigh the loss by "
@@ -182,8 +187,6 @@ def _counts(
         is_whole = not each.is_floating_point() and each.dtype != torch.bool
         if each is labels or (labels is None and is_whole and bool((each == IGNORED).any())):
             return labels_of_parts(each, split, dim)
-    if labels is not None:
-        raise ValueError("context_parallel: labels is none of the buffers")
     return [split.positions(rank).numel() for rank in range(split.ranks)]
 
 
@@ -220,7 +223,9 @@ def positions(length: int, device: torch.device | str | None = None) -> torch.Te
             f"axis {state.axis.axis}: positions() in a stage that is traced would be a constant: "
             "give the model position_ids, or make it a chain of modules"
         )
-    found = state.split.positions(state.axis.rank).to(device)
+    found = state.split.positions(state.axis.rank)
+    if device is not None:
+        found = state.split.positions_on(state.axis.rank, torch.device(device))
     if found.shape[1] != length:
         raise ValueError(
             f"axis {state.axis.axis}: positions of {length} tokens, and this rank has "
@@ -237,7 +242,7 @@ def context_parallel_unshard(
     Collective; without gradients. Raises ValueError before the first, and for other lengths.
     """
     (axis,) = mesh_communicators(mesh, "cp")
-    if (split := _known().last.get(axis)) is None:
+    if (split := _known().last.get(axis.ranks)) is None:
         raise ValueError(f"axis {axis.axis}: nothing was split by context_parallel so far")
     sizes = [split.positions(rank).shape[1] for rank in range(split.ranks)]
     found = []

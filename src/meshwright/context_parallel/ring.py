@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meshwright.comm import Communicator, Transfer
-from meshwright.comm.streams import is_host
+from meshwright.comm.streams import is_host, moved
 from meshwright.context_parallel.heads import check_parts
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.split import ContextSplit, RowSplit
@@ -205,7 +205,7 @@ def _plan_row(
     def keys_of(of: int, by: int) -> tuple[Tensor, _Keys]:
         at = needed[by][positions[of]].nonzero().flatten()
         is_all = len(at) == len(positions[of])
-        return positions[of][at], _Keys(None if is_all else at.to(device), len(at))
+        return positions[of][at], _Keys(None if is_all else moved(at, device), len(at))
 
     first, stop = ranges[rank]
     parts: list[_Part] = []
@@ -213,7 +213,7 @@ def _plan_row(
     for other in range(alone.ranks):
         held, keys = keys_of(other, rank)
         a, b = torch.searchsorted(held, first), torch.searchsorted(held, stop)
-        parts.append(_Part(keys, a.to(device), b.to(device), _blocks(a, b, most)))
+        parts.append(_Part(keys, moved(a, device), moved(b, device), _blocks(a, b, most)))
         sent.append(keys_of(rank, other)[1])
     return parts, sent
 

@@ -22,6 +22,8 @@ from typing import Literal
 
 import torch
 
+from meshwright.comm.streams import moved
+
 SplitMethod = Literal["contiguous", "zigzag", "documents"]
 Piece = tuple[int, int]
 """Positions from the first number up to the second."""
@@ -113,6 +115,10 @@ class ContextSplit:
             ]
         )
 
+    def positions_on(self, rank: int, device: torch.device) -> torch.Tensor:
+        """Return `positions` on ``device``; they are copied once, and no host waits."""
+        return _positions_on(self, rank, device)
+
     def documents(self) -> torch.Tensor:
         """Return the number of the document of each position, (rows, length), int64 on the host."""
         every = torch.arange(self.length, device="cpu")
@@ -132,13 +138,17 @@ class ContextSplit:
 
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the positions of ``rank`` along ``dim`` of ``whole``, whose dim 0 is the rows."""
-        at = self.positions(rank).to(whole.device)
-        return _taken(whole, at, dim)
+        return _taken(whole, self.positions_on(rank, whole.device), dim)
 
     def whole(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
         """Put the parts of all ranks together, in the order of positions."""
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)], 1).argsort(1)
-        return _taken(torch.cat([*parts], dim), order.to(parts[0].device), dim)
+        return _taken(torch.cat([*parts], dim), moved(order, parts[0].device), dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _positions_on(split: ContextSplit, rank: int, device: torch.device) -> torch.Tensor:
+    return moved(split.positions(rank), device)
 
 
 def _taken(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.composition": "expert_rules",
+        "meshwright.composition": "context_rules, expert_rules, trainable",
         "meshwright.composition.data_layout": "LayoutCommunicators, ReplicatedLayout",
         "meshwright.composition.example_run": "copied, observe",
         "meshwright.composition.expert_rules": "expert_problems, expert_split, expert_styles",

@@ -6,6 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
+        "meshwright.context_parallel": "attention, heads, own_loop, ring",
         "meshwright.context_parallel.heads": "attention_by_heads",
         "meshwright.context_parallel.masks": "MaskWords",
         "meshwright.context_parallel.ring": (
