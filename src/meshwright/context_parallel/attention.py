@@ -309,7 +309,8 @@ class HeldMask:
     def whole(self, state: Attending, rows: int) -> Any:  # noqa: ANN401 - as that has it
         """Return the mask of ``rows`` whole sequences, as one process has it."""
         if self not in state.masks:
-            given, length = {**self._given, "batch_size": rows}, state.split.length
+            given: dict[str, Any] = {**self._given, "batch_size": rows}
+            length = state.split.length
             function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
             if is_packed or len(state.split.rows) > 1:
                 numbers = moved(state.split.documents(), given["device"]).expand(rows, -1)
