@@ -238,7 +238,16 @@ def test_a_stage_balances_no_experts(key: str) -> None:
     balance = {"balance": "global"} if key == "auxiliary" else {}
     expert: Any = ExpertPlan(**{key: 0.01}, **balance)  # pyrefly: ignore
     model = nn.Sequential(Fused(4))
+    model.register_buffer("e_score_correction_bias", torch.zeros(4))
+    reason = "multiplies means" if key == "auxiliary" else "tokens are padding"
     for ranks in (1, 2):
         plan = Plan(axes=Axes.of({"expert": 2, "pipeline": ranks}), expert=expert)
-        found = [problem.key for problem in expert_problems(model, plan)]
-        assert found == [("expert", key)] * (ranks > 1)
+        found = [*expert_problems(model, plan)]
+        assert [problem.key for problem in found] == [("expert", key)] * (ranks > 1)
+        assert all(reason in problem.message for problem in found)
+
+
+def test_a_model_without_biases_moves_none() -> None:
+    plan = Plan(axes=Axes.of({"expert": 2}), expert=ExpertPlan(bias_rate=0.1))
+    (found,) = expert_problems(nn.Sequential(Fused(4)), plan)
+    assert "bias_rate moves buffers e_score_correction_bias, and Sequential has" in found.message

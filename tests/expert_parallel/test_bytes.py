@@ -57,10 +57,11 @@ def body_bytes(exchange: str) -> None:
         assert out.shape[0] == rows
         needed = rows * features * dtype.itemsize
         assert needed <= out.bytes <= 1.01 * needed, (features, number, k, name)
-        # What has come goes back, and so do the gradients.
-        back = sum(world.gather_values(sent[1].bytes, label="bytes"))
-        assert back == sum(world.gather_values(needed, label="bytes"))
+        # What has come goes back, and so do the gradients, with those of weights.
+        whole = sum(world.gather_values(needed, label="bytes"))
+        assert sum(world.gather_values(sent[1].bytes, label="bytes")) == whole
         assert sent[2].bytes == needed
+        assert whole <= sum(world.gather_values(sent[3].bytes, label="bytes")) <= 1.01 * whole
 
 
 @pytest.mark.parametrize("exchange", ["tokens", "pairs"])

@@ -20,8 +20,12 @@ from support.checkpoint.loop_layouts import saved_state
 from support.internals.axes import Axes
 
 IDS = torch.arange(24).view(12, 2) % 11
-LAYOUTS = ({"expert": 2}, {"shard": 2}, {"expert": 3}, {"expert": 4}, {"shard": 2, "expert": 2})
-"""From one number of ranks to another, with and without axis shard."""
+LAYOUTS = [
+    {axis: ranks for axis, ranks in (("shard", shards), ("expert", experts)) if ranks > 1}
+    for shards in (1, 2)
+    for experts in (1, 2, 3, 4)
+]
+QUICK = ({"expert": 2}, {"shard": 2}, {"expert": 3}, {"expert": 2})
 
 
 def model() -> nn.Module:
@@ -76,18 +80,26 @@ def flat(state: Any, place: str = "") -> dict[str, Any]:
 
 def test_layouts_go_on_from_each_other(ranks: Ranks, tmp_path: Path) -> None:
     start = path = begin(tmp_path)
-    for number, axes in enumerate((*LAYOUTS[:3], LAYOUTS[0])):
+    for number, axes in enumerate(QUICK):
         size = Axes.of(axes).world_size
         path = ranks(size, body_goes_on, path, tmp_path / f"{number}", axes)[0]
         same(path, start)
 
 
+def body_goes_on_from_all(paths: list[Path], folder: Path, axes: dict[str, int]) -> list[Path]:
+    return [body_goes_on(path, folder / f"{n}", axes) for n, path in enumerate(paths)]
+
+
 @pytest.mark.slow
-def test_more_layouts_go_on_from_each_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_layout_goes_on_from_every_other(ranks: Ranks, tmp_path: Path) -> None:
     start = begin(tmp_path)
-    for source, target in itertools.permutations(range(len(LAYOUTS)), 2):
-        path = start
-        for step, axes in enumerate((LAYOUTS[source], LAYOUTS[target])):
-            folder = tmp_path / f"{source}-{target}-{step}"
-            path = ranks(Axes.of(axes).world_size, body_goes_on, path, folder, axes)[0]
-        same(path, start)
+    paths = [start]
+    for name in ("saved", "again"):
+        saved = []
+        for number, axes in enumerate(LAYOUTS):
+            folder, size = tmp_path / f"{name}-{number}", Axes.of(axes).world_size
+            saved += ranks(size, body_goes_on_from_all, paths, folder, axes)[0]
+        for path in saved:
+            same(path, start)
+        paths = saved
+    assert len(paths) == len(LAYOUTS) ** 2

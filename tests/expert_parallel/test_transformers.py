@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
@@ -152,7 +156,7 @@ def test_a_rank_that_generates_less_is_named(ranks: Ranks) -> None:
 
 @slow
 @pytest.mark.parametrize("folder", ["mixtral", "gpt_oss"])
-def test_states_have_the_models_names_and_load_into_a_plain_model(
+def test_states_have_the_models_names_and_load_from_folders_both_ways(
     ranks: Ranks, folder: str, tmp_path: Path
 ) -> None:
     import_folder(folder)
@@ -163,14 +167,22 @@ def test_states_have_the_models_names_and_load_into_a_plain_model(
         assert {key: x.shape for key, x in of_many.items()} == {
             key: x.shape for key, x in of_one.items()
         }
-        whole = get_model_state_dict(many, options=StateDictOptions(full_state_dict=True))
+        options = StateDictOptions(full_state_dict=True)
+        whole = get_model_state_dict(many, options=options)
         if comm.communicator().rank == 0:
             many.save_pretrained(tmp_path, state_dict=whole)
-            again = type(one).from_pretrained(tmp_path, dtype=torch.float64)
-            found = again.state_dict()
-            assert found.keys() == of_one.keys()
-            for key, x in of_one.items():
-                assert torch.equal(found[key], x), key
+        comm.communicator().barrier()
+        again = type(one).from_pretrained(tmp_path, dtype=torch.float64)
+        loaded = again.state_dict()
+        assert loaded.keys() == of_one.keys()
+        with torch.no_grad():
+            for parameter in many.parameters():
+                parameter.zero_()
+        set_model_state_dict(many, dict(loaded), options=options)
+        found = get_model_state_dict(many, options=options)
+        for key, x in of_one.items():
+            assert torch.equal(loaded[key], x), key
+            assert torch.equal(found[key], x), key
 
     ranks(2, body, timeout=LONG)
 

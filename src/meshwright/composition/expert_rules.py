@@ -19,6 +19,7 @@ from meshwright.expert_parallel import (
     counts_of,
     z_loss,
 )
+from meshwright.expert_parallel.balance import BIAS
 from meshwright.expert_parallel.forms import form_of
 from meshwright.expert_parallel.layer import ExpertLayer
 from meshwright.expert_parallel.routing import TALLY
@@ -68,20 +69,31 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             "True), computed from this rank's tokens. Set it to False and give [expert] auxiliary "
             'and balance = "global", or set balance = "rank"',
         )
-    for key in ("auxiliary", "z_loss") if plan.axes.size("pipeline") > 1 else ():
+    if expert.bias_rate is not None and not _has_bias(model):
+        yield Problem(
+            ("expert", "bias_rate"),
+            f"axis expert: bias_rate moves buffers {BIAS}, and {type(model).__name__} has none. "
+            "Leave bias_rate out, or give auxiliary",
+        )
+    stages = plan.axes.size("pipeline")
+    if expert.auxiliary and stages > 1:
+        yield Problem(
+            ("expert", "auxiliary"),
+            f"axis expert with pipeline = {stages}: the auxiliary loss of {type(model).__name__} "
+            "multiplies means over all layers, of which a stage has some. Leave auxiliary out, or "
+            "set pipeline = 1",
+        )
+    for key in ("z_loss", "bias_rate") if stages > 1 else ():
         if getattr(expert, key):
             yield Problem(
                 ("expert", key),
-                f"axis expert with pipeline = {plan.axes.size('pipeline')}: the auxiliary loss of "
-                f"{type(model).__name__} multiplies means over all layers, of which a stage has "
-                f"some. Leave {key} out, or set pipeline = 1",
+                f"axis expert with pipeline = {stages}: a stage does not see which tokens are "
+                f"padding, which must not count. Leave {key} out, or set pipeline = 1",
             )
-    if expert.bias_rate is not None and plan.axes.size("pipeline") > 1:
-        yield Problem(
-            ("expert", "bias_rate"),
-            f"axis expert with pipeline = {plan.axes.size('pipeline')}: a stage does not see which "
-            "tokens are padding, which must not count. Leave bias_rate out, or set pipeline = 1",
-        )
+
+
+def _has_bias(model: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == BIAS for name, _ in model.named_buffers())
 
 
 def with_balance(

@@ -21,7 +21,8 @@ from meshwright.expert_parallel.layer import ExpertLayer
 from meshwright.expert_parallel.routing import OWN_LOSS, RECORDED, ROUTING, TALLY, Logits, Routing
 from meshwright.gradients import mean_axes
 
-_BIAS = "e_score_correction_bias"
+BIAS = "e_score_correction_bias"
+"""The buffer by which routers choose, beside their logits."""
 _FORMULA = "load_balancing_loss_func"
 _TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
@@ -105,7 +106,7 @@ def balance_experts(model: nn.Module, rate: float | torch.Tensor = 1e-3) -> None
     narrow = [str(bias.dtype) for bias in biases.values() if bias.dtype.itemsize < 4]
     if narrow or not biases:
         raise ValueError(
-            f"balance_experts: expected float32 buffers {_BIAS} beside the experts of "
+            f"balance_experts: expected float32 buffers {BIAS} beside the experts of "
             f"{type(model).__name__}, found {narrow[0] if narrow else 'none'}. "
             + ("Keep them in float32" if narrow else "Balance by auxiliary_loss instead")
         )
@@ -130,7 +131,7 @@ def _bias_of(
         if sum(f"{other}.".startswith(f"{name}.".lstrip(".")) for other in every) > 1:
             break
         for path, buffer in model.get_submodule(name).named_buffers():
-            if path.rpartition(".")[2] == _BIAS and buffer.shape == (experts,):
+            if path.rpartition(".")[2] == BIAS and buffer.shape == (experts,):
                 return buffer
     return None
 
