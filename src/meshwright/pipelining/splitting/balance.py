@@ -124,7 +124,9 @@ def _size(value: torch.Tensor) -> int:
 
 def _hint(extent: Any) -> int:  # noqa: ANN401
     """The size; for a dynamic one, its value in the trace."""
-    return int(extent) if isinstance(extent, int) else int(extent.node.hint)
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.hint or 1)  # none where it depends on values, as rows of an expert
 
 
 # ------------------------------------------------------------------------------ parameters
