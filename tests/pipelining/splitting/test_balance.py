@@ -166,3 +166,21 @@ def test_time_and_memory() -> None:
         pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(1, 2),), split_policy=balanced(3)
         )
+
+
+class Chosen(nn.Module):
+    """A layer for the rows that a condition chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (rows,) = (x.sum(-1) > 0).nonzero(as_tuple=True)
+        return x.index_add(0, rows, self.linear(x[rows]))
+
+
+def test_sizes_may_depend_on_values() -> None:
+    model, x = nn.Sequential(*(Chosen() for _ in range(4))), torch.randn(6, 4)
+    pipe = pipeline(model, (x,), split_policy=balanced(2))
+    torch.testing.assert_close(fx.Interpreter(pipe.split_gm).run(x), model(x))
