@@ -253,7 +253,8 @@ class ByHand:
             data = communicator(mesh.get_group("data"))
         elif case.layout.startswith("expert"):
             mesh = _expert_mesh(case)
-            data = communicator(mesh["shard", "ep"]._flatten("dense").get_group())
+            axes = ("replicate", "shard", "ep") if "hybrid" in case.layout else ("shard", "ep")
+            data = communicator(mesh[axes]._flatten("data").get_group())
         elif "hybrid" in case.layout:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         if batch_norms(model) and data.size > 1 and "own statistics" not in case.loop:
