@@ -8,6 +8,7 @@ Bottom-up:
     ring        attention by parts of the keys, merged by their log-sum-exp
     attention   calls of torch's and transformers' attention, caught
     own_loop    `context_parallel` and what an own loop needs beside it
+    style       `ContextParallel`, for a module of attention
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from meshwright.context_parallel.own_loop import (
     global_mean,
     positions,
     set_rotate_method,
+    split_of,
 )
+from meshwright.context_parallel.style import ContextParallel
 
 __all__ = [
+    "ContextParallel",
     "context_parallel",
     "context_parallel_unshard",
     "global_mean",
     "positions",
     "set_rotate_method",
+    "split_of",
 ]

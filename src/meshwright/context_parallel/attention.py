@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
@@ -194,7 +194,21 @@ class _Caught(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        if func is functional.multi_head_attention_forward:
+            _refuse_weights(args, kwargs or {})
         return (sdpa if func is _SDPA else func)(*args, **(kwargs or {}))
+
+
+def _refuse_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError where torch would compute weights of attention from this rank's keys."""
+    state = now_attending()
+    if state is None or not kwargs.get("need_weights", True):
+        return
+    if state.is_own(*(x.movedim(0, -2) if x.ndim > 1 else x for x in args[:2])):
+        raise ValueError(
+            f"axis {state.axis.axis}: attention weights of a MultiheadAttention would be those of "
+            "this rank's keys alone. Call it with need_weights=False"
+        )
 
 
 @contextlib.contextmanager

@@ -234,6 +234,24 @@ def positions(length: int, device: torch.device | str | None = None) -> torch.Te
     return found[0] if len(found) == 1 else found
 
 
+def split_of(batch: torch.Tensor) -> list[torch.Tensor]:
+    """Return the positions of each rank's tokens in the rows of ``batch`` (rows, tokens, ...).
+
+    By rank, int64 on the host, ascending, (tokens,), or (rows, tokens) where rows are split
+    differently. ``batch`` is a part or a whole. Raises RuntimeError outside of axis context, and
+    ValueError for another number of tokens.
+    """
+    if (state := now_attending()) is None:
+        raise RuntimeError("split_of: nothing is split here; call it inside of context_parallel")
+    found = [state.split.positions(rank) for rank in range(state.split.ranks)]
+    if batch.shape[1] not in (state.split.length, found[state.axis.rank].shape[1]):
+        raise ValueError(
+            f"axis {state.axis.axis}: expected {state.split.length} tokens in dim 1, or this "
+            f"rank's {found[state.axis.rank].shape[1]}, found shape {tuple(batch.shape)}"
+        )
+    return [each[0] if len(each) == 1 else each for each in found]
+
+
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
 ) -> list[torch.Tensor]:
