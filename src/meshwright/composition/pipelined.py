@@ -458,7 +458,8 @@ class PipelinedTrainable(Trainable):
         if axis is None:
             return batch, target, contextlib.nullcontext()
         split = split_batch(batch, self.plan.context, axis)
-        self._splits, start = [], 0
+        start = 0
+        self._splits.clear()
         for each in torch.empty(rows, device="cpu").tensor_split(count):
             stop = start + len(each)
             goal = target[start:stop] if isinstance(target, torch.Tensor) else None
