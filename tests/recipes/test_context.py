@@ -32,23 +32,9 @@ def losses_of(folder: Path, *options: str) -> tuple[str, list[float]]:
     return outcome.parity, [*(row["loss"] for row in rows), outcome.validation_loss or 0.0]
 
 
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        (2, ()),
-        pytest.param(
-            4,
-            ("axes.pipeline=2", "pipeline.schedule=zbv", "pipeline.microbatches=2"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["context", "pipeline"],
-)
-def test_ranks_train_parts_of_windows_as_one_process(
-    ranks: Ranks, tmp_path: Path, size: int, options: tuple[str, ...]
-) -> None:
+def test_ranks_train_parts_of_windows_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
     _, alone = ranks(1, losses_of, tmp_path / "one", "axes.context=1")[0]
     assert len(alone) == 7 and alone[5] < alone[0]
-    parity, found = ranks(size, losses_of, tmp_path / "parts", *options)[0]
+    parity, found = ranks(2, losses_of, tmp_path / "parts")[0]
     assert "context=2 equals one process over 2 steps in float64" in parity
     assert found == pytest.approx(alone, rel=1e-9)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -39,7 +39,7 @@ class AttentionForm:
     """What one call of attention computes, whatever the batch."""
 
     words: MaskWords
-    attend: Callable[..., torch.Tensor]
+    attend: Callable[..., Tensor]
     """Computes it of whole sequences, for `heads.Attend`: an `Attending`, ``sinks`` and the form
     come first."""
     label: str
@@ -59,7 +59,7 @@ class Attending:
     axis: Communicator
     split: ContextSplit
     method: Method = "auto"
-    padding: torch.Tensor | None = None
+    padding: Tensor | None = None
     """False for padding: (rows, length) of the whole."""
     is_weighed: bool = False
     """True once `global_mean` has weighed a loss."""
@@ -72,10 +72,10 @@ class Attending:
 
     def attention(
         self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        qkv: tuple[Tensor, Tensor, Tensor],
         form: AttentionForm,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention by heads, on whole sequences, or in a ring.
 
         Raises ValueError for what the ring cannot do, and where heads do not divide.
@@ -103,12 +103,12 @@ class Attending:
             *qkv, self.split, self.axis, words, scale=form.scale, sinks=sinks, label=label
         )
 
-    def is_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+    def is_own(self, query: Tensor, key: Tensor) -> bool:
         """Whether queries and keys are this rank's part of the sequence."""
         own = sum(stop - start for start, stop in self.split.rows[0].parts[self.axis.rank])
         return query.shape[-2] == own == key.shape[-2]
 
-    def check_positions(self, given: torch.Tensor | None, label: str) -> None:
+    def check_positions(self, given: Tensor | None, label: str) -> None:
         """Raise ValueError where the model has counted this rank's part from 0 itself.
 
         Not on a device, where the host would have to wait.
@@ -238,15 +238,15 @@ def _importers(count: int) -> list[tuple[ModuleType, str]]:
 
 @not_traced
 def sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """``scaled_dot_product_attention`` of whole sequences, given this rank's part of them."""
     state = now_attending()
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
@@ -281,11 +281,11 @@ def _attend_plainly(
     state: Attending,
     sinks: None,
     form: AttentionForm,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     heads: range,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute torch's attention of whole sequences, document by document."""
     ends, mask = _ends_of(state.split), form.options["attn_mask"]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
@@ -331,7 +331,7 @@ class HeldMask:
                 places = moved(state.split.places(), given["device"]).expand_as(numbers)
                 inner = function
 
-                def function(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:  # noqa: ANN401
+                def function(b: Any, h: Any, q: Any, k: Any) -> Tensor:  # noqa: ANN401
                     seen = inner(b, h, places[b, q], places[b, k])
                     return seen & (numbers[b, q] == numbers[b, k])
 
@@ -347,8 +347,8 @@ def _no_mask(**given: object) -> None:
     """Make no mask, where the model has made none."""
 
 
-def _mask_function(words: MaskWords) -> Callable[..., torch.Tensor]:
-    def seen(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _mask_function(words: MaskWords) -> Callable[..., Tensor]:
+    def seen(b: object, h: object, q: Tensor, k: Tensor) -> Tensor:
         found = k <= q if words.causal else (k >= 0) & (q >= 0)
         if words.window is not None:
             found = found & (k > q - words.window)
@@ -453,7 +453,7 @@ def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
 class _Heads:
     """A module of attention with some of its heads."""
 
-    def __init__(self, module: nn.Module | None, groups: int, sinks: torch.Tensor | None) -> None:
+    def __init__(self, module: nn.Module | None, groups: int, sinks: Tensor | None) -> None:
         self.module, self.num_key_value_groups = module, groups
         if sinks is not None:
             self.sinks = sinks
@@ -468,12 +468,12 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
     @not_traced
     def attention(
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Any,  # noqa: ANN401
         **options: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         state = now_attending()
         if state is None or not state.is_own(query, key):
             compute = own or _eager_of(module)
@@ -492,9 +492,9 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
         sinks = options.get("s_aux")
         beyond = [key for key in ("softcap", "position_bias") if options.get(key) is not None]
         if state.traced is not None:
-            if isinstance(options.get("position_bias"), torch.Tensor):
+            if isinstance(options.get("position_bias"), Tensor):
                 raise state.refuse_mask(held, label)
-            options = {k: v for k, v in options.items() if not isinstance(v, torch.Tensor)}
+            options = {k: v for k, v in options.items() if not isinstance(v, Tensor)}
         form = AttentionForm(
             words=held.words,
             attend=functools.partial(_attend_as, own),
@@ -514,13 +514,13 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
 def _attend_as(
     own: Callable[..., Any] | None,
     state: Attending,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     form: AttentionForm,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     heads: range,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute attention of whole sequences as ``own`` of transformers does, or its eager one."""
     mine = dict(form.options)
     if sinks is not None:
@@ -547,17 +547,13 @@ def _outside() -> Iterator[None]:
 
 
 @torch.library.custom_op("meshwright::attention", mutates_args=())
-def _traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, number: int
-) -> torch.Tensor:
+def _traced_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, number: int) -> Tensor:
     """What a graph has in place of attention until a `TracedAttention` replaces it: never run."""
     raise InternalError("attention of a graph is traced, and not run")
 
 
 @_traced_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, number: int
-) -> torch.Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, number: int) -> Tensor:
     rows, heads, length, _ = q.shape
     return q.new_empty((rows, length, heads, v.shape[-1])).transpose(1, 2)
 
@@ -568,14 +564,14 @@ ATTENTION: Any = torch.ops.meshwright.attention.default
 class TracedAttention(nn.Module):
     """Attention in a stage that is a graph."""
 
+    form: AttentionForm
+
     def __init__(self, form: AttentionForm) -> None:
         super().__init__()
         vars(self)["form"] = form  # whose module is no part of this one
 
     @not_traced
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Compute attention of the microbatch that runs now."""
         state, form = now_attending(), vars(self)["form"]
         if state is None:
