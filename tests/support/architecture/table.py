@@ -57,7 +57,7 @@ ROOM_LINES: dict[str, int] = {
     "comm": 16065,
     "compiler": 1233,
     "composition": 5382,
-    "context_parallel": 1999,
+    "context_parallel": 1995,
     "data": 432,
     "data_parallel": 16422,
     "doctor": 681,
