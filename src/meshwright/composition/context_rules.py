@@ -219,15 +219,17 @@ def first_mixing(
     ``run`` runs the model on the whole example, or on this rank's part of it. Returns its name, it,
     and the relative error. All ranks of the axis call this.
     """
-    wholes: dict[str, list[torch.Tensor]] = {}
+    wholes: dict[str, list[list[torch.Tensor]]] = {}  # of each call in order
     found: list[tuple[str, nn.Module, float]] = []
 
     def keep(name: str, module: nn.Module, given: object, output: object) -> None:
-        wholes[name] = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        call = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        wholes.setdefault(name, []).append(call)
 
     def look(name: str, module: nn.Module, given: object, output: object) -> None:
         mine = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        for one, other in zip(wholes.get(name, ()), mine, strict=False):
+        whole = wholes[name].pop(0) if wholes.get(name) else ()
+        for one, other in zip(whole, mine, strict=False):
             part = batch.part(one)
             if part.shape == other.shape and part.is_floating_point():
                 error = float((part - other).norm() / part.norm().clamp(min=1e-30))
