@@ -38,3 +38,12 @@ def test_ranks_train_parts_of_windows_as_one_process(ranks: Ranks, tmp_path: Pat
     parity, found = ranks(2, losses_of, tmp_path / "parts")[0]
     assert "context=2 equals one process over 2 steps in float64" in parity
     assert found == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_stages_train_parts_of_windows_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    _, alone = ranks(1, losses_of, tmp_path / "one", "axes.context=1")[0]
+    stages = ("axes.pipeline=2", "pipeline.schedule=zbv", "pipeline.microbatches=4")
+    parity, found = ranks(4, losses_of, tmp_path / "parts", *stages)[0]
+    assert "equals one process over 2 steps in float64" in parity
+    assert found == pytest.approx(alone, rel=1e-9)
