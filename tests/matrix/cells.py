@@ -60,12 +60,12 @@ THREE_WITH_EXPERTS = (
 )
 CONTEXT_AXES = (
     *("context=2", "context=4", "replicate=2,context=2", "shard=2,context=2"),
-    *("context=2,expert=2", "context=2,tensor=2"),
+    *("context=2,expert=2", "context=2,tensor=2", "pipeline=2,context=2"),
 )
 EIGHT_WITH_CONTEXT = (
     *("replicate=2,shard=2,context=2", "replicate=2,context=4", "shard=2,context=4"),
     *("context=4,tensor=2", "replicate=2,context=2,expert=2", "shard=2,context=2,expert=2"),
-    *("context=2,expert=2,tensor=2", "context=4,expert=2"),
+    *("context=2,expert=2,tensor=2", "context=4,expert=2", "pipeline=2,context=2,expert=2"),
 )
 """Layouts of 8 ranks."""
 METHODS = ("ring", "all-to-all")
@@ -529,7 +529,12 @@ def over_experts() -> list[Cell]:
 def over_context() -> list[Cell]:
     """Every layout with axis context, both methods and losses, and each of `WAYS` alone."""
     found = []
-    for axes in (*CONTEXT_AXES, *EIGHT_WITH_CONTEXT):
+    for axes, schedule in layouts((*CONTEXT_AXES, *EIGHT_WITH_CONTEXT)):
+        if schedule:
+            few = axes in CONTEXT_AXES or schedule in THREE_SCHEDULES
+            for loss, method in itertools.product(LOSSES, METHODS) if few else ():
+                found.append(_of_context(axes, {"schedule": schedule}, loss, method))
+            continue
         plain = "replicate" not in axes and "shard" not in axes and "tensor" not in axes
         for way, loss, method in itertools.product(({}, *(WAYS if plain else ())), LOSSES, METHODS):
             found.append(_of_context(axes, way, loss, method))
@@ -537,12 +542,13 @@ def over_context() -> list[Cell]:
 
 
 def quick_over_context() -> list[Cell]:
-    """Twelve on up to 4 ranks: every layout with each loss, and both methods with both."""
+    """Fourteen on up to 4 ranks: every layout with each loss, and both methods with both."""
     rows = pairwise((CONTEXT_AXES, LOSSES, METHODS))
     ways = itertools.cycle(({}, *WAYS[:-1]))
     found = []
     for axes, loss, method in rows:
-        cells = (_of_context(axes, way, loss, method) for way in ways)
+        staged = {"schedule": "1f1b" if method == "ring" else "zbv"} if "pipeline" in axes else {}
+        cells = (_of_context(axes, {**way, **staged}, loss, method) for way in ways)
         found.append(next(filter(is_legal, cells)))
     return found
 

@@ -1,4 +1,4 @@
-"""The cells of the matrix with axis context: twelve in `make test`, all in `make test-all`."""
+"""The cells of the matrix with axis context: fourteen in `make test`, all in `make test-all`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.testing import Ranks
 
 
 def test_there_are_enough() -> None:
-    assert len(quick_over_context()) == 12
+    assert len(quick_over_context()) == 14
     assert len({*over_context()}) + len({*over_experts()}) >= 160
 
 
