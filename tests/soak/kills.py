@@ -12,7 +12,7 @@ stop           the same, counted from the limit that the user gave
 stop, go on    goes on, as does the rank, when it was stopped for 3 s; nobody says a word
 =============  ===================================================================================
 
-With ``--inside`` ranks are killed and stopped in each operation of attention of axis context.
+With ``--inside`` they are killed and stopped in each exchange of attention and of experts.
 No other rank is named. Under torchrun its agent ends the survivors; then it has to name the rank.
 """
 
@@ -118,7 +118,7 @@ def cases(
 
 
 def cases_inside() -> Iterator[Case]:
-    """Kill and stop a rank in each operation of `INSIDE`."""
+    """Kill and stop a rank in each exchange of `INSIDE`."""
     for number, ((strategy, inside), action) in enumerate(
         itertools.product(INSIDE, ("kill", "stop"))
     ):
@@ -238,7 +238,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
     parser.add_argument("--last", type=int, help="leave out the cases after this one")
     parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
-    parser.add_argument("--inside", action="store_true", help="in each operation of attention")
+    parser.add_argument("--inside", action="store_true", help="in each exchange of both axes")
     parser.add_argument("--case", type=int, help="run this one alone, and show what ranks wrote")
     chosen = parser.parse_args()
     every = cases(chosen.seed, chosen.kills, chosen.stops, chosen.strategy)

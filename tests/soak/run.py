@@ -34,7 +34,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
             *("tests/fuzz", "--cases", "1000", "--context"),
         ),
         "ranks killed at any moment": ("tests/soak/kills.py",),
-        "ranks killed and stopped inside of attention over several ranks": (
+        "ranks killed and stopped inside of attention and of experts": (
             *("tests/soak/kills.py", "--inside"),
         ),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),

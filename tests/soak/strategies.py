@@ -81,25 +81,7 @@ def placed(name, count):
 """
 
 _TAIL = """
-for number in range(STEPS):
-    step(number)
-    print(f"STEP {number}", flush=True)
-    time.sleep(PAUSE)
-comm.disconnect()
-print("DONE", flush=True)
-"""
-
-_CONTEXT = """
 from meshwright.comm import observe
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (6, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
 
 class Strikes:
     number = -1
@@ -115,6 +97,25 @@ class Strikes:
 strikes = Strikes()
 observing = observe(strikes)
 observing.__enter__()
+for number in range(STEPS):
+    strikes.number = number
+    step(number)
+    print(f"STEP {number}", flush=True)
+    time.sleep(PAUSE)
+comm.disconnect()
+print("DONE", flush=True)
+"""
+
+_CONTEXT = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (6, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
 torch.manual_seed(0)
 trainable = mw.parallelize(
     nn.Sequential(Attention(), Attention(), nn.Linear(24, 8)),
@@ -123,7 +124,6 @@ trainable = mw.parallelize(
     example=(torch.randn(2, 12, 24),),
 )
 def step(number):
-    strikes.number = number
     generator = torch.Generator().manual_seed(number)
     trainable.step(*(torch.randn(4, 12, width, generator=generator) for width in (24, 8)))
 """
@@ -259,6 +259,10 @@ INSIDE = (
     ("plan context ring", " ring step 1 forward"),
     ("plan context ring", " ring step 1 backward"),
     ("plan context ring", " ring step 1 gradients"),
+    ("plan expert", " dispatch forward"),
+    ("plan expert", " combine forward"),
+    ("plan expert", " dispatch backward"),
+    ("plan expert", " combine backward"),
 )
 """What ends the labels of operations, of strategies that can be interrupted in one."""
 
