@@ -184,5 +184,8 @@ def test_positions_that_a_model_counts_itself_are_refused(ranks: Ranks) -> None:
             model(input_ids=ids, position_ids=buffers[1])
             with pytest.raises(ValueError, match="LlamaAttention of layer 0 got positions 0 to 5"):
                 model(input_ids=ids)
+            found = model(input_ids=ids, position_ids=buffers[1], use_cache=True)
+            with pytest.raises(ValueError, match=r"generate\(\) under axis cp: key and value"):
+                model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
 
     ranks(2, run)

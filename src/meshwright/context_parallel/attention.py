@@ -476,6 +476,11 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:
         state = now_attending()
         if state is None or not state.is_own(query, key):
+            if state is not None and getattr(module, "is_causal", False):
+                raise ValueError(
+                    f"generate() under axis {state.axis.axis}: key and value caches would be split "
+                    "by position. Export the weights, or load them without the axis"
+                )
             compute = own or _eager_of(module)
             return compute(module, query, key, value, attention_mask, **options)
         index = getattr(module, "layer_idx", None)
