@@ -313,9 +313,11 @@ def _stages_of(
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
     axis = peers.context
     context = None if axis is None else split_batch(example, plan.context, axis)
-    ways: Any = {"tensor": cut, "experts": experts, "context": context}
+    ranks = peers.pipeline.size
     with rehearsal, computing:
-        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, **ways)
+        found = cut_model(
+            model, plan.pipeline, ranks, example, tensor=cut, experts=experts, context=context
+        )
     _check(plan, found)
     return found
 
