@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from context_parallel.test_own_loop import Model, V
 from meshwright.composition import parallelize
+from meshwright.context_parallel import positions
 from meshwright.errors import PlanError
 from meshwright.gradients import read_loss
 from meshwright.plan import ContextPlan, Plan, TrainPlan
@@ -144,6 +145,20 @@ class Mixing(Model):
         self.layers[0] = nn.Sequential(self.layers[0], Turned(self.mixer))
 
 
+class Again(Mixing):
+    """One module is called before each layer, on other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Tanh()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(positions(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(self.before(x))
+        return self.head(x)
+
+
 class Turned(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -181,10 +196,11 @@ def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> t
     ("make", "match"),
     [
         (Mixing, r"axis context: split over 2 ranks.*'layers\.0\.1.*relative error.*set axis"),
+        (Again, r"first in 'layers\.0\.1"),
         (Eager, r"first in 'layers\.0\.out' \(Linear; relative error"),
         (Counting, r"axis context: split over 2 ranks.*first in 'layers\.0\.qkv'"),
     ],
-    ids=["convolution", "product", "positions"],
+    ids=["convolution", "called twice", "product", "positions"],
 )
 def test_layers_that_mix_positions_are_refused_by_name(
     ranks: Ranks, make: Callable[[], nn.Module], match: str
