@@ -12,7 +12,7 @@ READY := $(VENV)/ready
 DOCS_READY := $(VENV)/ready-docs
 CLIENTS := .venv-clients
 # Rooms whose tests on ranks run on simulated devices, too; see docs/devices.md.
-ON_DEVICES := tests/gradients tests/tensor_parallel tests/expert_parallel tests/pipelining tests/composition tests/recipes
+ON_DEVICES := tests/gradients tests/tensor_parallel tests/expert_parallel tests/context_parallel tests/pipelining tests/composition tests/recipes
 TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 
 # One compute thread per process: ranks share the cores, and thread pools of their own would fight for them.

@@ -102,3 +102,55 @@ def test_tokens_count_once_wherever_they_fall(
     ranks: Ranks, axes: dict[str, int], microbatches: int, accumulate: int
 ) -> None:
     ranks(math.prod(axes.values()), body_tokens, axes, microbatches, accumulate)
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss where labels are in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return averaged(self.layers(ids), labels)
+
+
+def body_means(axes: dict[str, int], microbatches: int, accumulate: int, is_own: bool) -> None:
+    x, y = (torch.randint(WORDS, (8, LENGTH), generator=torch.manual_seed(3)) for _ in range(2))
+    alike = y.clone()
+    alike[:, :2] = IGNORED
+    y[1, 2:] = IGNORED
+
+    def step(labels: torch.Tensor) -> float:
+        if is_own:
+            plan = Plan(axes=Axes.of(axes), train=TrainPlan(accumulate=accumulate))
+            trained = parallelize(WithLoss(), plan, optimizer=sgd, loss=lambda loss: loss)
+        else:
+            trained = laid_out(axes, microbatches, accumulate, averaged)
+        rows = [t.chunk(trained.data_size)[trained.data_rank] for t in (x, labels)]
+        given = [dict(zip(("ids", "labels"), rows, strict=True))] if is_own else rows
+        return trained.step(*given).loss.item()
+
+    assert step(alike) == pytest.approx(averaged(model()(x), alike).item(), abs=1e-12)
+    with raises_by_now(ValueError, match=r"equally many elements of the target, without labels"):
+        step(y)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("axes", "microbatches", "accumulate", "is_own"),
+    [
+        ({"replicate": 2}, 1, 1, False),
+        ({"replicate": 2}, 1, 1, True),
+        ({"shard": 2}, 1, 2, True),
+        ({"tensor": 1}, 1, 4, False),
+        ({"context": 2}, 1, 4, False),
+        ({"pipeline": 2}, 4, 1, False),
+    ],
+    ids=str,
+)
+def test_means_over_unlike_numbers_of_labels_are_refused(
+    ranks: Ranks, axes: dict[str, int], microbatches: int, accumulate: int, is_own: bool
+) -> None:
+    """Also where the model computes the loss from labels in the batch."""
+    ranks(math.prod(axes.values()), body_means, axes, microbatches, accumulate, is_own)

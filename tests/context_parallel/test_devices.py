@@ -21,6 +21,7 @@ from meshwright.context_parallel import context_parallel, global_mean
 from meshwright.plan import ContextPlan, Plan, TrainPlan
 from meshwright.testing import Ranks
 from meshwright.testing.simulated import device_of
+from support.context_parallel.hugging_face import dense
 from support.expert_parallel.samples import Fused
 from support.internals.axes import Axes
 from support.internals.context_parallel import ContextSplit
@@ -133,6 +134,60 @@ def test_documents_are_read_by_the_host(ranks: Ranks, is_on_host: bool) -> None:
             assert not found, found
         else:
             assert len(found) == 1 and "context_parallel/split.py" in found[0], found
+
+
+class Llm(nn.Module):
+    """A model of Hugging Face, on whose layers padding and positions come."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.model, self.counts = dense("llama").float(), counts
+
+    def forward(self, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        more = {} if self.counts else {"position_ids": places}
+        return self.model(input_ids=ids, use_cache=False, **more).logits
+
+
+def body_of_others(counts: bool, method: Any) -> list[str]:
+    device = communicator().device
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("cp",))
+    model = Llm(counts).to(device)
+    ids, labels = (torch.randint(V, (2, LENGTH), device=device) for _ in range(2))
+    places = torch.arange(LENGTH, device=device).repeat(2, 1)
+    padding = torch.ones(2, LENGTH, dtype=torch.int64, device=device)
+    padding[:, -2:] = 0
+
+    def step() -> None:
+        buffers = [ids, labels, places]
+        with context_parallel(
+            mesh,
+            buffers=buffers,
+            buffer_seq_dims=[1, 1, 1],
+            attention_mask=padding,
+            method=method,
+        ):
+            global_mean(*counted(model(ids, places), labels), mesh).backward()
+        model.zero_grad()
+
+    return stops_of(step)
+
+
+@pytest.mark.devices("simulated", reason="a host waits for no device")
+@pytest.mark.parametrize("method", ["all-to-all", "ring"])
+def test_padding_is_read_once_a_batch(ranks: Ranks, method: str) -> None:
+    for found in ranks(2, body_of_others, False, method):
+        # The model itself asks whether its positions begin anew, and whether its masks are full.
+        ours = [each for each in found if "_local_scalar_dense" not in each]
+        assert len(ours) == 1 and "context_parallel/own_loop.py" in ours[0], found
+
+
+@pytest.mark.devices("simulated", reason="a host raises in the step itself")
+def test_models_that_count_positions_are_refused_in_the_next_step(ranks: Ranks) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="which the model has counted itself"):
+            body_of_others(True, "all-to-all")
+
+    ranks(2, run)
 
 
 def body_loop() -> list[str]:

@@ -237,6 +237,7 @@ def test_buffers_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
     ranks(2, run)
 
 
+@pytest.mark.devices("host", reason="torch adds masks with scalars of the host, which devices take")
 def test_attention_that_cannot_be_split_is_refused(ranks: Ranks) -> None:
     def run() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

@@ -129,6 +129,8 @@ def draw_sequences(seed: int, world: int, draw: random.Random) -> Sequences:
     else:
         # What only the comparison of a plan with the whole model can see.
         odd = ODD if axes else tuple(kind for kind in ODD if kind != "convolution")
+        if found.length < 2 * world:  # the last of one query is all of them
+            odd = tuple(kind for kind in odd if kind != "few queries")
         kinds = [
             draw.choice(odd if draw.random() < 0.05 else USUAL) for _ in range(draw.randint(1, 3))
         ]

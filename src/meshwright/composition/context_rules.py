@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.comm.streams import is_host, moved
+from meshwright.comm.streams import moved
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.context_parallel.attention import Attending, attending
-from meshwright.context_parallel.split import ContextSplit, document_lengths, labels_of_parts
-from meshwright.gradients import LocalLoss
+from meshwright.context_parallel.split import ContextSplit, document_lengths
+from meshwright.gradients import LocalLoss, terms_of
 from meshwright.plan import ContextPlan, Plan
 from meshwright.randomness import DimPart, Draws
 from meshwright.settings import Problem
@@ -70,23 +70,6 @@ class BatchSplit:
         own = Attending(self.state.axis, ContextSplit(rows), self.state.method, padding)
         return BatchSplit(own, self.dims, self.places)
 
-    def check_mean(self, target: object) -> None:
-        """Raise ValueError where parts of a ``target`` of labels have unequally many of them.
-
-        Not on a device, where the host would have to wait.
-        """
-        split, axis = self.state.split, self.state.axis
-        if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
-            return
-        if target.shape[1:2] != (split.length,) or not is_host(target.device):
-            return
-        if len({*(counts := labels_of_parts(target, split))}) > 1:
-            raise ValueError(
-                f"axis context: the loss is a mean, and the parts of ranks {list(axis.ranks)} have "
-                f"{', '.join(map(str, counts))} elements of the target that count (-100 does not): "
-                "return (sum, count) from the loss function"
-            )
-
     @contextlib.contextmanager
     def attending(self, draws: Draws | None = None) -> Iterator[None]:
         """Catch attention of this batch in the block, and drop as the whole batch does."""
@@ -121,6 +104,13 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
     if not dims:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         lengths = [each.shape[1] for each in tensors[:1] if each.ndim > 1]
+        unclear = [x.shape for x in tensors if lengths and x.shape[1:].count(lengths[0]) > 1]
+        if unclear:
+            raise ValueError(
+                f"axis context = {axis.size}: a tensor of the batch, of shape {tuple(unclear[0])}, "
+                f"has the length of the sequences, {lengths[0]}, in several dims. Give a dict, and "
+                "name what is split, and its dim, in [context] sequence"
+            )
     if len({*lengths}) != 1:
         raise ValueError(
             f"axis context = {axis.size}: expected one length of the sequences, in dim 1 of the "
@@ -138,7 +128,7 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
     split = ContextSplit.of(rows, axis.size, how, plan.max_share)
     padding = named.get(PADDING)
     if padding is not None:
-        padding = padding != 0 if padding.ndim == 2 else None
+        padding = (padding != 0).cpu() if padding.ndim == 2 else None
     return BatchSplit(Attending(axis, split, plan.method, padding), dims, places)
 
 
@@ -149,7 +139,7 @@ def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLos
     """
     weight = local.count
     if local.is_mean and isinstance(target, torch.Tensor):
-        weight = float(target.numel())
+        weight = terms_of(target)
     sums = torch.zeros(2, dtype=torch.float64, device=axis.device)
     sums[0] += local.total.detach() * (weight / local.count)
     sums[1] += weight

@@ -343,10 +343,8 @@ class PipelinedTrainable(Trainable):
         self._undivided = _Undivided(stages, self.schedule.schedule)
         if self._draws is not None:
             self.schedule.register_custom_function(F, self._forward)
-        self._splits: list[tuple[BatchSplit, object]] = []
-        """By microbatch that is computed now, how axis context splits it, and its whole target."""
-        self._running = 0
-        """The microbatch of the action that runs now, with axis context."""
+        self._splits: list[BatchSplit] = []
+        """By microbatch that is computed now, how axis context splits it."""
         for each in (self.schedule, self._undivided):
             for operation in (F, *BACKWARD) if self._peers.context is not None else ():
                 each.register_custom_function(operation, self._attend)
@@ -462,15 +460,13 @@ class PipelinedTrainable(Trainable):
         start = 0
         for each in torch.empty(rows, device="cpu").tensor_split(count):
             stop = start + len(each)
-            goal = target[start:stop] if isinstance(target, torch.Tensor) else None
-            self._splits.append((split.of_rows(start, stop), goal))
+            self._splits.append(split.of_rows(start, stop))
             start = stop
         return split.part(batch), split.part(target), split.attending()
 
     def _attend(self, action: Action, context: PipelineContext) -> None:
         """Run one action with attention of its microbatch; a backward may compute that again."""
-        self._running = action.microbatch or 0
-        with self._splits[self._running][0].attending(self._draws):
+        with self._splits[action.microbatch or 0].attending(self._draws):
             if action.operation is F:
                 self._forward(action, context)
             else:
@@ -526,9 +522,6 @@ class PipelinedTrainable(Trainable):
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
         local = apply_loss(self._loss, output, goal, self._sources.look)
-        if self._splits and local.is_mean:
-            split, whole = self._splits[self._running]
-            split.check_mean(whole)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1), goal)
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale

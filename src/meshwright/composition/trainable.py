@@ -28,7 +28,7 @@ from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import Exchange, require_equal
-from meshwright.composition.context_rules import over_parts, split_batch
+from meshwright.composition.context_rules import LABELS, over_parts, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -423,7 +423,6 @@ class Trainable:
         """Run forward and backward of ``part``, whose first sample has number ``first``."""
         batch, target, size = part
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        split, goal = None, target
         if self._peers.context is not None:
             split = split_batch(batch, self.plan.context, self._peers.context)
             batch, target = split.part(batch), split.part(target)
@@ -440,9 +439,9 @@ class Trainable:
                 local = apply_loss(self._loss, output, target, self._sources.look)
                 if self._is_balanced:
                     local = with_balance(local, self.module, self.plan.expert, self._peers.data)
-            if split is not None and local.is_mean:
-                split.check_mean(goal)
-            window.add(local, size, target)
+            # A model that computes its own loss does so from these labels.
+            labels = batch.get(LABELS) if target is None and isinstance(batch, Mapping) else target
+            window.add(local, size, labels)
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwright.comm import Communicator
-from meshwright.comm.streams import is_host, moved
+from meshwright.comm import Communicator, LateNumbers
+from meshwright.comm.streams import moved
 from meshwright.context_parallel.heads import attention_by_heads, heads_divide
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
@@ -32,6 +32,8 @@ from meshwright.errors import InternalError
 from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
+POSITIONS = "positions of axis context"
+"""The key of numbers on a device that say whether a model counts positions itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Attending:
     split: ContextSplit
     method: Method = "auto"
     padding: Tensor | None = None
-    """False for padding: (rows, length) of the whole."""
+    """False for padding: (rows, length) of the whole, on the host, where rings are planned."""
     is_weighed: bool = False
     """True once `global_mean` has weighed a loss."""
     trains: bool = False
@@ -111,18 +113,26 @@ class Attending:
     def check_positions(self, given: Tensor | None, label: str) -> None:
         """Raise ValueError where the model has counted this rank's part from 0 itself.
 
-        Not on a device, where the host would have to wait.
+        On a device at the next `settle`: no host waits.
         """
-        if given is None or given.ndim != 2 or self.traced is not None or not is_host(given.device):
+        late = LateNumbers.known(POSITIONS)
+        if given is None or given.ndim != 2 or self.traced is not None or late.coming:
             return
         rank, length = self.axis.rank, given.shape[1]
         counted = torch.arange(length, device="cpu")
         known = (self.split.positions(rank)[0], self.split.part(self.split.places(), rank)[0])
-        if torch.equal(given[0], counted) and not any(torch.equal(x, counted) for x in known):
-            raise ValueError(
-                f"axis {self.axis.axis}: {label} got positions 0 to {length - 1}, which the model "
-                "has counted itself: give it position_ids, as a buffer that is split"
-            )
+        if any(torch.equal(x, counted) for x in known):
+            return
+
+        def judge(numbers: list[float]) -> None:
+            if numbers[0]:
+                raise ValueError(
+                    f"axis {self.axis.axis}: {label} got positions 0 to {length - 1}, which the "
+                    "model has counted itself: give it position_ids, as a buffer that is split"
+                )
+
+        is_counted = (given[0] == torch.arange(length, device=given.device)).all()
+        late.look(is_counted.reshape(1), judge)
 
     def refuse_dropout(self, p: float, label: str) -> None:
         """Raise ValueError for dropout inside of attention."""
@@ -325,19 +335,16 @@ class HeldMask:
         if self not in state.masks:
             given: dict[str, Any] = {**self._given, "batch_size": rows}
             length = state.split.length
-            function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
-            if is_packed or len(state.split.rows) > 1:
-                numbers = moved(state.split.documents(), given["device"]).expand(rows, -1)
-                places = moved(state.split.places(), given["device"]).expand_as(numbers)
-                inner = function
+            bounds = self.words.seen_from(torch.arange(length, device="cpu"), *state.split.bounds())
+            first, stop = (moved(x, given["device"]).expand(rows, -1) for x in bounds)
 
-                def function(b: Any, h: Any, q: Any, k: Any) -> Tensor:  # noqa: ANN401
-                    seen = inner(b, h, places[b, q], places[b, k])
-                    return seen & (numbers[b, q] == numbers[b, k])
+            def function(b: Any, h: Any, q: Any, k: Any) -> Tensor:  # noqa: ANN401
+                return (first[b, q] <= k) & (k < stop[b, q])
 
+            if max(map(len, _ends_of(state.split))) > 1:
                 given = {**given, "allow_is_causal_skip": False}
             sizes = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
-            padding = None if state.padding is None else state.padding.to(given["device"])
+            padding = None if state.padding is None else moved(state.padding, given["device"])
             given = {**given, **sizes, "mask_function": function, "attention_mask": padding}
             state.masks[self] = self._make(**given)
         return state.masks[self]
@@ -345,18 +352,6 @@ class HeldMask:
 
 def _no_mask(**given: object) -> None:
     """Make no mask, where the model has made none."""
-
-
-def _mask_function(words: MaskWords) -> Callable[..., Tensor]:
-    def seen(b: object, h: object, q: Tensor, k: Tensor) -> Tensor:
-        found = k <= q if words.causal else (k >= 0) & (q >= 0)
-        if words.window is not None:
-            found = found & (k > q - words.window)
-            if not words.causal:
-                found = found & (k < q + words.window)
-        return found if words.chunk is None else found & (k // words.chunk == q // words.chunk)
-
-    return seen
 
 
 def words_of(function: Callable[..., Any]) -> MaskWords | None:

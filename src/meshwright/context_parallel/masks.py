@@ -21,7 +21,7 @@ class MaskWords:
     chunk: int | None = None
     """Only keys of the query's own chunk of so many positions of its document."""
     padding: torch.Tensor | None = None
-    """True for tokens, False for padding, which no query sees: (rows, length) of the whole."""
+    """True for tokens, False for padding, which no query sees: (rows, length), on the host."""
 
     def seen_from(
         self, queries: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor

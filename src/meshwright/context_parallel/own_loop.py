@@ -16,16 +16,22 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import mesh_communicators
-from meshwright.context_parallel.attention import Attending, Method, attending, now_attending
+from meshwright.context_parallel.attention import (
+    POSITIONS,
+    Attending,
+    Method,
+    attending,
+    now_attending,
+)
 from meshwright.context_parallel.split import (
-    IGNORED,
     ContextSplit,
     SplitMethod,
     document_lengths,
     labels_of_parts,
 )
+from meshwright.gradients import IGNORED
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.functions import gathered
 from meshwright.tensor_parallel.layouts import check_mesh
@@ -93,6 +99,7 @@ def context_parallel(
     `global_mean`.
     """
     check_mesh(mesh)
+    LateNumbers.known(POSITIONS).settle()
     (axis,) = mesh_communicators(mesh, "cp")
     given, dims = [*(buffers or ())], [*(buffer_seq_dims or ())]
     length = _length(axis, given, dims)
@@ -106,7 +113,7 @@ def context_parallel(
     if labels is not None and not any(each is labels for each in given):
         raise ValueError("context_parallel: labels is none of the buffers")
     _known().last[axis.ranks] = parted
-    padding = None if attention_mask is None else attention_mask.reshape(-1, length) != 0
+    padding = None if attention_mask is None else (attention_mask.reshape(-1, length) != 0).cpu()
     state = Attending(axis, parted, how, padding)
     kept = {id(each) for each in no_restore_buffers or ()}
     wholes = [each.detach() for each in given]

@@ -60,7 +60,7 @@ def ring_attention(
     ``q`` (batch, query heads, n, d), ``k`` and ``v`` (batch, key heads, n, d and dv) are this
     rank's positions of ``split``. ``scale`` is 1 / sqrt(d) unless given. ``sinks`` (query heads)
     are logits that take weight from the keys; each rank computes a summand of their gradient. A
-    query that sees no key gets zeros. ``words.padding`` is read on the host.
+    query that sees no key gets zeros.
 
     Raises ValueError for tensors that are not this rank's part.
     """
@@ -82,7 +82,7 @@ def ring_attention(
         axis.rank,
         (words.causal, words.window, words.chunk),
         # By its values: a loader may write into one buffer again and again.
-        None if padding is None else padding.to("cpu", torch.bool).numpy().tobytes(),
+        None if padding is None else padding.numpy().tobytes(),
         len(q),
         q.device,
         HOST_QUERIES if is_host(q.device) else DEVICE_QUERIES,
@@ -185,14 +185,11 @@ def _plan_row(
 ) -> tuple[list[_Part], list[_Keys]]:
     alone = ContextSplit((row,))
     positions = [alone.positions(each)[0] for each in range(alone.ranks)]
-    documents = alone.documents()[0]
-    ends = torch.tensor(row.ends, device="cpu")
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    begins, ends = (x[0] for x in alone.bounds())
     ranges: list[_Pair] = []
     needed: list[Tensor] = []
     for held in positions:
-        of = documents[held]
-        first, stop = words.seen_from(held, begins[of], ends[of])
+        first, stop = words.seen_from(held, begins[held], ends[held])
         ranges.append((first, stop))
         # How many queries of that rank see a position, by how many begin and end before it.
         steps = torch.zeros(alone.length + 1, dtype=torch.int64, device="cpu")

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from meshwright.comm.streams import moved
+from meshwright.gradients import IGNORED
 
 SplitMethod = Literal["contiguous", "zigzag", "documents"]
 Piece = tuple[int, int]
@@ -129,12 +130,16 @@ class ContextSplit:
             ]
         )
 
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each position's document begins and ends, (rows, length) each."""
+        ends = [torch.tensor((0, *row.ends), device="cpu") for row in self.rows]
+        numbers = [*zip(ends, self.documents(), strict=True)]
+        begins = torch.stack([end[number] for end, number in numbers])
+        return begins, torch.stack([end[number + 1] for end, number in numbers])
+
     def places(self) -> torch.Tensor:
         """Return each position's place in its document, (rows, length), int64 on the host."""
-        begins = [torch.tensor((0, *row.ends[:-1]), device="cpu") for row in self.rows]
-        every = torch.arange(self.length, device="cpu")
-        numbers = zip(begins, self.documents(), strict=True)
-        return torch.stack([every - begin[number] for begin, number in numbers])
+        return torch.arange(self.length, device="cpu") - self.bounds()[0]
 
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the positions of ``rank`` along ``dim`` of ``whole``, whose dim 0 is the rows."""
@@ -156,10 +161,6 @@ def _taken(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
         return x.index_select(dim, at[0])
     rows = torch.arange(len(at), device=x.device).unsqueeze(1)
     return x.movedim(dim, 1)[rows, at].movedim(1, dim)
-
-
-IGNORED = -100
-"""Labels that no loss counts."""
 
 
 def labels_of_parts(labels: torch.Tensor, split: ContextSplit, dim: int = 1) -> list[int]:

@@ -33,6 +33,7 @@ from meshwright.gradients.finite import (
     non_finite_gradients,
 )
 from meshwright.gradients.loss import (
+    IGNORED,
     Factor,
     LocalLoss,
     LossWindow,
@@ -42,6 +43,7 @@ from meshwright.gradients.loss import (
     leaves_of,
     multiply_,
     read_loss,
+    terms_of,
     times,
 )
 from meshwright.gradients.norm import (
@@ -65,6 +67,7 @@ from meshwright.gradients.optimizers import (
 )
 
 __all__ = [
+    "IGNORED",
     "UNTOUCHED",
     "UNWRITTEN",
     "ZEROED",
@@ -105,6 +108,7 @@ __all__ = [
     "rounding_floor",
     "scale_to_norm",
     "step_if",
+    "terms_of",
     "times",
     "warn_of_zeros",
     "warn_without_gradients",

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.failures.sameness import told
-from meshwright.comm.streams import moved
+from meshwright.comm.streams import is_host, moved
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import foreach_mul_
 from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -31,8 +31,10 @@ from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unf
 Factor = float | torch.Tensor
 """A number that gradients are multiplied by: of the host, or 0-dim on their device."""
 
+IGNORED = -100
+"""Labels that no loss counts."""
 _PRIME = 1_048_573
-"""Terms of a sample are summed modulo this, so that sums of squares are exact in float64."""
+"""Terms are summed modulo this, so that sums of squares are exact in float64."""
 
 
 def times(gradient: torch.Tensor, factor: Factor, out: torch.Tensor) -> torch.Tensor:
@@ -130,6 +132,19 @@ def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, o
     ]
 
 
+def terms_of(target: object) -> int | torch.Tensor:
+    """Count the elements of a ``target`` that a mean is over: labels other than -100.
+
+    On a device a 0-dim tensor, for which no host waits. 0 for what is no tensor.
+    """
+    if not isinstance(target, torch.Tensor):
+        return 0
+    if target.dtype != torch.int64 or is_dtensor(target):
+        return target.numel()
+    counted = (target != IGNORED).sum()
+    return int(counted) if is_host(target.device) else counted
+
+
 def apply_loss(
     loss: Callable[..., object],
     output: object,
@@ -179,21 +194,19 @@ class LossWindow:
     """
 
     WIDTH = 6
-    """Numbers that are summed over the ranks: total, count (of means: 1 each), samples, terms of a
-    sample, the squares of these two, and microbatches whose loss is no mean."""
+    """Numbers that are summed over the ranks: total, count (of means: 1 each), samples and terms of
+    means, the squares of these two, and microbatches whose loss is no mean."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._sums = torch.empty(0, dtype=torch.float64, device="cpu")
         """Of all ranks, once they have been reduced."""
-        self._sizes: list[tuple[int, int]] = []
-        """Samples of this rank's microbatches, and terms."""
+        self._sizes: list[tuple[int, int | torch.Tensor]] = []
+        """Samples of this rank's microbatches, and terms of means."""
         self._counts = [0.0] * self.WIDTH
         """The numbers of this rank that the host knows; the others are added on the device."""
-        self._own: torch.Tensor | None = None
-        """The sum of this rank's losses."""
-        self._terms: torch.Tensor | None = None
-        """The number of their terms, where the host does not know it."""
+        self._known_late: dict[int, torch.Tensor] = {}
+        """What the host does not know of them, by place; 0 is the sum of this rank's losses."""
         self._pending: Pending | None = None
         self._beside: list[float] = []
         self._totals: list[float] | None = None
@@ -203,26 +216,24 @@ class LossWindow:
     @property
     def is_finite(self) -> bool:
         """True when this rank's own losses are finite, regardless of other ranks."""
-        return self._own is None or math.isfinite(self._own.item())
+        return 0 not in self._known_late or math.isfinite(self._known_late[0].item())
 
     def add(self, loss: LocalLoss, size: int, target: object = None) -> None:
         """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
-        terms = target.numel() if isinstance(target, torch.Tensor) else 0
+        terms = terms_of(target) if loss.is_mean else 0
         self._sizes.append((size, terms))
-        device, count = self._communicator.device, 0.0
-        total = loss.total.detach().to(device, torch.float64)
-        self._own = total if self._own is None else self._own + total
-        if isinstance(loss.count, torch.Tensor):
-            more = loss.count.to(device, torch.float64)
-            self._terms = more if self._terms is None else self._terms + more
-        else:
-            count = float(loss.count)
-        each = terms // max(size, 1) % _PRIME
-        row = (0.0, count, size, each, size**2 + each**2, 0.0 if loss.is_mean else 1.0)
+        each = terms % _PRIME
+        row = (loss.total, loss.count, size, each, each**2, 0.0 if loss.is_mean else 1.0)
+        self._counts[4] += size**2
         for place, number in enumerate(row):
-            self._counts[place] += number
+            if isinstance(number, torch.Tensor):
+                more = number.detach().to(self._communicator.device, torch.float64)
+                before = self._known_late.get(place)
+                self._known_late[place] = more if before is None else before + more
+            else:
+                self._counts[place] += number
 
     def close(self, beside: Sequence[torch.Tensor] = ()) -> None:
         """Start summing over the ranks, after this rank's last microbatch.
@@ -231,9 +242,8 @@ class LossWindow:
         """
         counts = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
         sums = moved(counts, self._communicator.device)
-        for place, more in enumerate((self._own, self._terms)):
-            if more is not None:
-                sums[place] += more
+        for place, more in self._known_late.items():
+            sums[place] += more
         self._sums = torch.cat([sums, *(n.reshape(1).to(sums) for n in beside)]) if beside else sums
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
         self.is_closed = True
@@ -285,12 +295,13 @@ class LossWindow:
         batches, samples, terms, squares = map(int, numbers)
         if batches * squares == samples**2 + terms**2:
             return
-        everyones = self._communicator.gather_values(self._sizes, label="batch sizes")
+        own = [(size, int(terms)) for size, terms in self._sizes]
+        everyones = self._communicator.gather_values(own, label="batch sizes")
         is_even = len({size for sizes in everyones for size, _ in sizes}) == 1
         each = (", ".join(str(pair[is_even]) for pair in sizes) for sizes in everyones)
         raise ValueError(
             "the loss is a mean, so all microbatches of a step must have equally many "
-            f"{'elements of the target' if is_even else 'samples'}; "
+            f"{'elements of the target, without labels of -100' if is_even else 'samples'}; "
             f"found {told(self._communicator.ranks, each)}. Give every rank an equal share, or "
             "return (sum, count) from the loss function"
         )
