@@ -34,7 +34,7 @@ from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import LayoutCommunicators, ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.own_model import is_elsewhere
-from meshwright.composition.tensor_rules import STYLES, ModelCut
+from meshwright.composition.tensor_rules import ModelCut
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat_parameters import parts_of_flat
@@ -165,7 +165,9 @@ def cut_over_tensor(
     """
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
-    styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
+    styles = {
+        name: cut.style_of(name, module.get_submodule(name)) for name in cut.styles if name in here
+    }
     if mesh is None or not styles:
         return
     cut.set_widths(module)

@@ -1,6 +1,7 @@
 """Rules of axis tensor: styles by their names in plans, and sets of rules for known models.
 
-A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the name of a set::
+A plan gives ``[tensor] rules`` as a table of patterns and styles, as the name of a set, or as
+"model": then the words of the plan that the model carries are read as these styles::
 
     style                 weight                   input                    output
     colwise               output features sharded  whole                    its part of the features
@@ -15,16 +16,22 @@ A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the nam
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import AnyPlacement
+from meshwright.comm.dtensors.gather_dtensor import side_by_side
+from meshwright.composition.carried_plans import carried_plan, carries
 from meshwright.composition.whole_run import AxisSplit
-from meshwright.layout import Replicate
+from meshwright.layout import Replicate, Shard
+from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem, nearest
 from meshwright.tensor_parallel import (
@@ -34,6 +41,9 @@ from meshwright.tensor_parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from meshwright.tensor_parallel.functions import copy_to
+from meshwright.tensor_parallel.layouts import Site
+from meshwright.tensor_parallel.own_parameters import OwnParameters
 
 
 class _Replicated(SequenceParallel):
@@ -45,6 +55,52 @@ class _Replicated(SequenceParallel):
     def __init__(self) -> None:
         super().__init__(use_local_output=True)
         self.sequence_dim = None
+
+
+class _SharedTail(ParallelStyle):
+    """A whole layer whose last features, the rotated keys of all heads, go into attention.
+
+    Each rank uses them for its own heads, so their gradients are summed over the ranks; the other
+    features go on to a layer that sums by itself.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._site = self.site_of(module, device_mesh)
+        return module
+
+    def finish(self, root: nn.Module) -> None:
+        """Register the hook: the module above says how many features are rotated."""
+        name = self._site.labels.name
+        width = getattr(root.get_submodule(name.rpartition(".")[0]), "qk_rope_head_dim", None)
+        if not isinstance(width, int):
+            raise ValueError(
+                f"'{name}' has the style mla_kv_a_proj, and the module above it has no "
+                "qk_rope_head_dim, the number of its features that attention uses directly"
+            )
+        hook = partial(_sum_tail, self._site, width)
+        root.get_submodule(name).register_forward_hook(hook)
+
+
+def _sum_tail(
+    site: Site, width: int, module: nn.Module, inputs: object, output: torch.Tensor
+) -> torch.Tensor:
+    """Forward hook: has the gradient of the last ``width`` features summed over the ranks."""
+    head, tail = output.split([output.shape[-1] - width, width], dim=-1)
+    return torch.cat([head, copy_to(tail, site.axis, site.labels)], dim=-1)
+
+
+class _Divided(ParallelStyle):
+    """A module that every rank runs inside of one whose outputs are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = self.site_of(module, device_mesh).axis.size
+        module.register_forward_pre_hook(partial(_divide, ranks))
+        return module
+
+
+def _divide(ranks: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
+    """Forward pre-hook: each of ``ranks`` computes an equal part of the sum."""
+    return (inputs[0] / ranks, *inputs[1:])
 
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
@@ -60,6 +116,59 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
     }
 )
 """The styles that a plan may name."""
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "colwise_gather_output": "colwise_gathered",
+        "colwise_rep": "colwise_gathered",
+        "rowwise_split_input": "rowwise_scattered",
+        "rowwise_rep": "rowwise_scattered",
+        "embedding_rowwise": "embedding",
+        "embedding_colwise": "colwise_gathered",
+        "packed_colwise": "colwise_2",
+        "replicated_with_grad_allreduce": "replicated",
+        **{
+            word: word
+            for word in (
+                *("sequence_parallel", "mla_kv_a_proj", "moe_identity_expert"),
+                *("moe_tp_experts", "all_reduce", "local_params"),
+            )
+        },
+        "replicate": "",
+    }
+)
+"""The words for modules in plans that models carry, and our styles; "" leaves the module as it is.
+The last ones of the same name are no styles of ours."""
+
+_CARRIED: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
+    {
+        "sequence_parallel": partial(SequenceParallel, use_local_output=True),
+        "mla_kv_a_proj": _SharedTail,
+        "moe_identity_expert": _Divided,
+    }
+)
+_OWN = MappingProxyType({"moe_tp_experts": True, "all_reduce": True, "local_params": False})
+"""Words for modules that compute with parameters of their own: are their outputs summed?"""
+
+
+def _own_placement(word: str, dims: int) -> AnyPlacement | None:
+    """The placement that ``word`` gives a parameter of ``dims`` dims; None leaves it as it is."""
+    match word:
+        case "colwise":
+            return Shard(max(dims - 2, 0))
+        case "rowwise":
+            return Shard(dims - 1)
+        case "packed_colwise":
+            return side_by_side(dims - 2, 2) if dims > 1 else Shard(0)
+        case "packed_rowwise":
+            return side_by_side(dims - 1, 2) if dims > 1 else None
+    return None
+
+
+_OWN_WORDS = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate")
+"""The words for single parameters."""
 
 _LLAMA = {
     "**.self_attn.q_proj": "colwise",
@@ -191,6 +300,8 @@ class ModelCut:
     widths: Mapping[str, str]
     """Attributes as in `WIDTHS`."""
     ranks: int
+    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Words for parameters that modules compute with themselves, by module and parameter."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> ModelCut:
@@ -199,10 +310,36 @@ class ModelCut:
         if rules is None or ranks == 1:
             return cls(styles={}, widths={}, ranks=ranks)
         names = [name for name, _ in model.named_modules()]
+        if rules == CARRIED:
+            return cls._carried(model, names, ranks)
         by_name = isinstance(rules, str)
         styles = RULES.get(rules, {}) if by_name else rules
         widths = WIDTHS.get(rules, {}) if by_name else {}
         return cls(styles=_matched(styles, names), widths=_matched(widths, names), ranks=ranks)
+
+    @classmethod
+    def _carried(cls, model: nn.Module, names: Sequence[str], ranks: int) -> ModelCut:
+        words = carried_plan(model, "tp_plan")
+        styles = {name: WORDS.get(word, "") for name, word in _matched(words, names).items()}
+        own: dict[str, dict[str, str]] = {}
+        for name, word in _matched(words, [name for name, _ in model.named_parameters()]).items():
+            path, _, key = name.rpartition(".")
+            if _own_placement(word, model.get_parameter(name).dim()) is not None:
+                own.setdefault(path, {})[key] = word
+                if styles.get(path, "") not in _OWN:
+                    styles[path] = "local_params"
+        kept = {name: style for name, style in styles.items() if style}
+        return cls(styles=kept, widths={}, ranks=ranks, own=own)
+
+    def style_of(self, name: str, module: nn.Module) -> ParallelStyle:
+        """Make the style of ``module``, called ``name``."""
+        style = self.styles[name]
+        if style not in _OWN:
+            return (STYLES.get(style) or _CARRIED[style])()
+        words = self.own.get(name, {}).items()
+        placed = {key: _own_placement(word, getattr(module, key).dim()) for key, word in words}
+        placements = {key: placement for key, placement in placed.items() if placement is not None}
+        return OwnParameters(placements, is_summed=_OWN[style])
 
     def set_widths(self, model: nn.Module) -> None:
         """Divide the width attributes of modules of ``model``, or of a stage, by the ranks."""
@@ -228,6 +365,10 @@ def tensor_split(axis: Communicator) -> AxisSplit:
     )
 
 
+CARRIED = "model"
+"""The word for rules that the model carries."""
+
+
 def _matched(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     return {name: found for pattern, found in table.items() for name in match_names(pattern, names)}
 
@@ -238,9 +379,11 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if rules is None or ranks == 1:
         return
     key, styles = ("tensor", "rules"), ModelCut.of(model, plan).styles
-    if isinstance(rules, str):
+    if rules == CARRIED:
+        yield from _carried_problems(model, styles)
+    elif isinstance(rules, str):
         if rules not in RULES:
-            hint = _hint(rules, [*RULES])
+            hint = _hint(rules, [*RULES, CARRIED])
             yield Problem(key, f"there is no set of [tensor] rules called {rules!r}; {hint}")
         elif not styles:
             yield Problem(
@@ -255,7 +398,7 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 yield Problem((*key, pattern), f"unknown style {style!r} in [tensor] rules; {hint}")
     uneven: dict[tuple[str, int], list[str]] = {}
     for name, style in styles.items():
-        for heads in _heads_at(model, name).items() if style.startswith("colwise") else ():
+        for heads in _heads_at(model, name).items() if style in _BY_HEADS else ():
             if heads[1] % ranks:  # a part of a head would attend to other scores
                 uneven.setdefault(heads, []).append(name)
     for (attribute, count), names in uneven.items():
@@ -264,6 +407,42 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("axes", "tensor"),
             f"{names[0]!r}{others} cannot be split over tensor = {ranks} ranks: the attention has "
             f"{attribute} = {count}, which is no multiple of {ranks}",
+        )
+
+
+_BY_HEADS = ("colwise", "colwise_2", "colwise_3")
+"""Styles whose outputs stay cut, so that attention after them sees some of the heads."""
+
+
+def _carried_problems(model: nn.Module, styles: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what cannot be read of the tensor plan that ``model`` carries."""
+    key, words = ("tensor", "rules"), carried_plan(model, "tp_plan")
+    if not words:
+        yield Problem(
+            key,
+            f'[tensor] rules = "model": {carries(model)}, and no tp_plan. Give the name of a set '
+            f"({', '.join(RULES)}), or a table of patterns and styles",
+        )
+        return
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    for pattern, word in words.items():
+        for names, known in ((modules, [*WORDS]), (parameters, [*_OWN_WORDS])):
+            is_new = word not in {*WORDS, *_OWN_WORDS}
+            if word not in known and (is_new or match_names(pattern, names)):
+                yield Problem(
+                    key,
+                    f'[tensor] rules = "model": the tp_plan of {type(model).__name__} gives '
+                    f"{pattern!r} the word {word!r}, which is not known; {_hint(word, known)}",
+                )
+                break
+    if not styles:
+        close = {n for p in words for n in difflib.get_close_matches(p, modules, n=1, cutoff=0.4)}
+        yield Problem(
+            key,
+            f'[tensor] rules = "model": no pattern of the tp_plan of {type(model).__name__} '
+            f"({', '.join(words)}) matches a module; the nearest names are "
+            f"{', '.join(sorted(close)) or ', '.join(modules[:8])}",
         )
 
 

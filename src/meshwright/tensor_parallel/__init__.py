@@ -10,6 +10,7 @@ Bottom-up:
     layouts    conversion between layouts
     layers     modules that compute on shards
     styles     styles: parameters that become DTensors, and conversions of layouts
+    own_parameters  modules that compute with parameters of their own, such as experts
     apply      `parallelize_module`
     loss       cross entropy of logits that are sharded by classes, and `loss_parallel`
 """
