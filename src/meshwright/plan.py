@@ -65,8 +65,9 @@ class PipelinePlan:
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv or dualpipev."""
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
-    split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """auto balances by cost, parameters by number; or name the first modules of later stages."""
+    split: Literal["auto", "parameters", "model"] | tuple[str, ...] = "auto"
+    """auto balances by cost, parameters by number, model between the modules of the plan that the
+    model carries; or name the first modules of later stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class TensorPlan:
     """``[tensor]``: which modules are split within a layer."""
 
     rules: str | Mapping[str, str] | None = field(default=None, hash=False)
-    """Name of a rule set, or a table of styles by pattern of module names."""
+    """Name of a rule set, or a table of styles by pattern of module names; model reads the plan
+    that the model carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,9 @@ class ContextPlan:
 class ExpertPlan:
     """``[expert]``: which modules hold experts, and how their load is balanced."""
 
-    modules: Literal["auto"] | tuple[str, ...] = "auto"
-    """auto finds modules of known kinds; or patterns of module names."""
+    modules: Literal["auto", "model"] | tuple[str, ...] = "auto"
+    """auto finds modules of known kinds, model reads the plan that the model carries; or patterns
+    of module names."""
     balance: Literal["global", "rank", "none"] | None = None
     """Statistics of the auxiliary loss: of all ranks, as in one process, or each rank's own; none
     adds no auxiliary loss. Required where the model has one."""

@@ -40,7 +40,9 @@ def folders() -> list[str]:
 
     files = (Path(transformers.__file__).parent / "models").glob("*/*.py")
     own = (file for file in files if not file.name.startswith("modular_"))
-    return sorted({f.parent.name for f in own if re.search(r"\bbase_model_tp_plan\b", f.read_text())})
+    return sorted(
+        {f.parent.name for f in own if re.search(r"\bbase_model_tp_plan\b", f.read_text())}
+    )
 
 
 def carrying(folder: str) -> Any:
@@ -93,7 +95,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
 
 
-def batches(model: Any, parts: int, part: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+def batches(
+    model: Any, parts: int, part: int
+) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Two batches of which a rank has one part."""
     found = []
     for step in range(STEPS):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.composition.carried_plans import carries, stage_starts
 from meshwright.composition.context_rules import context_problems
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.expert_rules import expert_problems
@@ -72,6 +73,12 @@ def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         return
     for name in hooked_parameters(model.named_parameters())[:1]:
         yield Problem(("axes", "pipeline"), hooked(name))
+    if pipeline.split == "model" and not stage_starts(model):
+        yield Problem(
+            ("pipeline", "split"),
+            f'[pipeline] split = "model": {carries(model)}, and no pp_plan that names a module of '
+            'it. Name the first modules of later stages, or set split = "auto"',
+        )
     try:
         chunks = chunks_of(pipeline, ranks)
         if issubclass(schedule_of(pipeline), PipelineScheduleSingle) and chunks > 1:

@@ -311,15 +311,15 @@ class ModelCut:
             return cls(styles={}, widths={}, ranks=ranks)
         names = [name for name, _ in model.named_modules()]
         if rules == CARRIED:
-            return cls._carried(model, names, ranks)
+            return cls._carried(model, names, plan)
         by_name = isinstance(rules, str)
         styles = RULES.get(rules, {}) if by_name else rules
         widths = WIDTHS.get(rules, {}) if by_name else {}
         return cls(styles=_matched(styles, names), widths=_matched(widths, names), ranks=ranks)
 
     @classmethod
-    def _carried(cls, model: nn.Module, names: Sequence[str], ranks: int) -> ModelCut:
-        words = carried_plan(model, "tp_plan")
+    def _carried(cls, model: nn.Module, names: Sequence[str], plan: Plan) -> ModelCut:
+        words, ranks = carried_plan(model, "tp_plan"), plan.axes.size("tensor")
         styles = {name: WORDS.get(word, "") for name, word in _matched(words, names).items()}
         own: dict[str, dict[str, str]] = {}
         for name, word in _matched(words, [name for name, _ in model.named_parameters()]).items():
@@ -328,7 +328,10 @@ class ModelCut:
                 own.setdefault(path, {})[key] = word
                 if styles.get(path, "") not in _OWN:
                     styles[path] = "local_params"
-        kept = {name: style for name, style in styles.items() if style}
+        # Axis expert gives each rank whole experts.
+        by_expert = [n for n, style in styles.items() if style == "moe_tp_experts"]
+        apart = tuple(f"{n}." for n in by_expert if plan.axes.size("expert") > 1)
+        kept = {n: style for n, style in styles.items() if style and not f"{n}.".startswith(apart)}
         return cls(styles=kept, widths={}, ranks=ranks, own=own)
 
     def style_of(self, name: str, module: nn.Module) -> ParallelStyle:
@@ -348,6 +351,25 @@ class ModelCut:
             width = vars(module).get(attribute)
             if isinstance(width, int):
                 setattr(module, attribute, width // self.ranks)
+
+
+def origin_of_rules(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Say where the rules of axis tensor come from, and how many modules or parameters each has."""
+    rules = plan.tensor.rules
+    if rules is None or plan.axes.size("tensor") == 1:
+        return
+    if rules == CARRIED:
+        whose, table = f"the tp_plan of {type(model).__name__}", carried_plan(model, "tp_plan")
+    elif isinstance(rules, str):
+        whose, table = f"the set {rules!r} of meshwright", RULES[rules]
+    else:
+        whose, table = "a table of the plan", rules
+    names = [name for each in (model.named_modules(), model.named_parameters()) for name, _ in each]
+    counts = {pattern: len(match_names(pattern, names)) for pattern in table}
+    used = [f"{pattern} = {table[pattern]} ({count})" for pattern, count in counts.items() if count]
+    idle = ", ".join(pattern for pattern, count in counts.items() if not count)
+    rest = f"; nothing is called {idle}" if idle else ""
+    yield f"tensor.rules: from {whose}: {', '.join(used)}{rest}"
 
 
 def tensor_split(axis: Communicator) -> AxisSplit:

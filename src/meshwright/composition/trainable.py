@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -107,10 +107,12 @@ class Trainable:
         loss: Loss,
         draws: Draws | None = None,
         traffic: AxisTraffic | None = None,
+        origins: Collection[str] = (),
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
-        ``traffic`` has the messages of this rank's modules over axis tensor in one pass.
+        ``traffic`` has the messages of this rank's modules over axis tensor in one pass. ``origins``
+        say where rules come from.
         """
         self.module = module
         self.plan = plan
@@ -136,6 +138,7 @@ class Trainable:
         """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
+        self._origins = origins
         inside = [each for each in (peers.tensor, peers.context, peers.expert) if each is not None]
         self._passes = EventCheck(peers.passes, "the model", dict, inside)
         self._raised_in = ""
@@ -391,6 +394,7 @@ class Trainable:
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
         sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
         described = self._layout.describe(self.module, self.plan)
+        described = replace(described, settings=(*described.settings, *self._origins))
         return add_traffic(described, [*sent], self._layout.gradients())
 
     # --------------------------------------------------------------------------- internals
