@@ -1,4 +1,7 @@
-"""Small models of every folder of transformers that has a tensor plan: random weights, no fetch."""
+"""Small models of every folder of transformers that has a tensor plan: random weights, no fetch.
+
+Each is trained by the plan that it carries and compared with one process.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,56 @@ from support.internals.axes import Axes
 from support.internals.reference import first_difference, record, train_reference
 
 __all__ = [
-    "CLOSE", "LENGTH", "LOOSE", "carrying", "example_of", "folders", "outcomes", "small", "trained",
+    "CLOSE", "LOOSE", "example_of", "folders", "import_classes", "outcomes", "plan_of", "small",
+    "trained",
 ]  # fmt: skip
 
 LENGTH, ROWS, STEPS = 6, 4, 2
 CLOSE, LOOSE = 1e-9, 1e-6
 """Relative, in the wide mode; and for folders that compute in float32 whatever they are told."""
 
-DENSE: dict[str, Any] = {
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_M_ROPE = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}}
+_KINDS = {"layer_types": ["full_attention", "full_attention"]}
+
+SIZES: dict[str, Any] = {
+    **TINY,
     **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
     **dict.fromkeys(("hidden_dropout", "residual_dropout", "embedding_dropout", "dropout"), 0.0),
-    "decoder_sparse_step": 1,
+    **dict.fromkeys(("num_kv_shared_layers", "zero_expert_num"), 0),
+    **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size", "embedding_rank"), 16),
+    **dict.fromkeys(("num_layers", "decoder_sparse_step"), 1),
 }
-"""Beside those of `TINY`, what a configuration gets where it has it."""
+"""What a configuration gets where it has it."""
+
+ALSO: dict[str, dict[str, Any]] = {
+    **OTHERWISE,
+    **dict.fromkeys(("glm4v", "glm_image", "glm_ocr", "paddleocr_vl", "cosmos3_edge"), _M_ROPE),
+    "cohere_compass": {
+        **_KINDS,
+        "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    },
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n": {
+        "vocab_size_per_layer_input": TINY["vocab_size"],
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
+    "muse_glimmer_assistant": {"target_layer_ids": [0, 1], "block_size": 4},
+    "neomme": {"head_dim": 16, "embedding_dim": 16},
+}
+"""What a folder's configuration must have beside them."""
+
+NAMED = {
+    "granite4_vision": ("granite4_vision", "Granite4VisionTextModel", "Granite4VisionTextConfig"),
+    "internlm3": ("llama", "LlamaForCausalLM", "InternLM3Config"),
+    "iquestcoder": ("llama", "LlamaForCausalLM", "IQuestCoderConfig"),
+    "t5gemma": ("t5gemma", "T5GemmaForConditionalGeneration", "T5GemmaModuleConfig"),
+    "t5gemma2": ("t5gemma2", "T5Gemma2Decoder", "T5Gemma2DecoderConfig"),
+}
+"""Folder of the model, its class, and the configuration that has the plan, where a rule of
+`import_classes` does not find them."""
 
 
 def folders() -> list[str]:
@@ -39,15 +79,20 @@ def folders() -> list[str]:
     import transformers
 
     files = (Path(transformers.__file__).parent / "models").glob("*/*.py")
-    own = (file for file in files if not file.name.startswith("modular_"))
-    return sorted(
-        {f.parent.name for f in own if re.search(r"\bbase_model_tp_plan\b", f.read_text())}
-    )
+    own = [file for file in files if not file.name.startswith("modular_")]
+    word = re.compile(r"\bbase_model_tp_plan\b")
+    return sorted({file.parent.name for file in own if word.search(file.read_text())})
 
 
-def carrying(folder: str) -> Any:
-    """Choose the class of ``folder``: with a head for words, else the text model, else any."""
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+def import_classes(folder: str) -> tuple[Any, Any]:
+    """Choose a model and configuration: with a head for words, else the text model, else any."""
+    models = "transformers.models"
+    if folder in NAMED:
+        home, model, config = NAMED[folder]
+        source = importlib.import_module(f"{models}.{folder}.configuration_{folder}")
+        module = importlib.import_module(f"{models}.{home}.modeling_{home}")
+        return getattr(module, model), getattr(source, config)
+    module = importlib.import_module(f"{models}.{folder}.modeling_{folder}")
     ends = ("ForCausalLM", "TextModel", "Model")
     found = []
     for name, kind in vars(module).items():
@@ -57,17 +102,20 @@ def carrying(folder: str) -> Any:
         if "PreTrained" not in name and "Vision" not in name and name.endswith(ends):
             rank = next(n for n, end in enumerate(ends) if name.endswith(end))
             found.append((rank, name, kind))
-    return min(found, key=lambda each: each[:2])[2]
+    kind = min(found, key=lambda each: each[:2])[2]
+    return kind, kind.config_class
 
 
 def small(folder: str, **more: Any) -> Any:
     """Build a model of ``folder`` in float64, in training, each parameter moved off its start."""
-    kind = carrying(folder)
-    names = {field.name for field in dataclasses.fields(kind.config_class)}
-    given = {key: value for key, value in {**TINY, **DENSE}.items() if key in names}
+    kind, made = import_classes(folder)
+    names = {field.name for field in dataclasses.fields(made)}
+    given = {key: value for key, value in SIZES.items() if key in names}
     if "kv_lora_rank" in names:  # a head of keys and values for each of queries
         given["num_key_value_heads"] = given["num_attention_heads"]
-    config = kind.config_class(**{**given, **OTHERWISE.get(folder, {}), **more})
+    config = made(**{**given, **ALSO.get(folder, {}), **more})
+    if folder == "t5gemma":  # an encoder and a decoder of this configuration
+        config = kind.config_class(encoder=config, decoder=config, tie_word_embeddings=False)
     config._experts_implementation = "batched_mm"  # the default raises in float64
     torch.manual_seed(0)
     model = kind(config).double().train()
@@ -78,10 +126,26 @@ def small(folder: str, **more: Any) -> Any:
     return model
 
 
-def example_of(model: Any, rows: int, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Make a batch of words."""
+def example_of(folder: str, rows: int, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Make a batch of words, or of what else the model takes."""
     generator = torch.Generator().manual_seed(seed)
+
+    def numbers(length: int, features: int) -> torch.Tensor:
+        return torch.randn(rows, length, features, dtype=torch.float64, generator=generator)
+
+    hidden = TINY["hidden_size"]
+    if folder == "muse_glimmer_assistant":
+        return {
+            "noise_embeds": numbers(4, hidden),
+            "context_hidden_states": numbers(LENGTH, 2 * hidden),
+        }
     words = torch.randint(3, TINY["vocab_size"], (rows, LENGTH), generator=generator)
+    if folder == "qwen3_omni_moe":  # asks for embeddings of its own
+        return {"inputs_embeds": numbers(LENGTH, hidden)}
+    if folder == "t5gemma":
+        return {"input_ids": words, "decoder_input_ids": words.flip(1)}
+    if folder == "t5gemma2":
+        return {"input_ids": words, "encoder_hidden_states": numbers(LENGTH, hidden)}
     return {"input_ids": words}
 
 
@@ -95,13 +159,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
 
 
-def batches(
-    model: Any, parts: int, part: int
-) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+def batches(folder: str, parts: int, part: int) -> list[Any]:
     """Two batches of which a rank has one part."""
     found = []
     for step in range(STEPS):
-        given = {k: v.chunk(parts)[part] for k, v in example_of(model, ROWS, step).items()}
+        given = {k: v.chunk(parts)[part] for k, v in example_of(folder, ROWS, step).items()}
         target = torch.linspace(0.1, 0.9, ROWS, dtype=torch.float64)
         found.append((given, target.chunk(parts)[part]))
     return found
@@ -122,19 +184,18 @@ def plan_of(axes: dict[str, int]) -> Plan:
 def trained(folder: str, axes: dict[str, int], by: float = CLOSE, **more: Any) -> str:
     """Train a model of ``folder`` on these ranks, and in one process: what differs, or empty."""
     with wide():
-        model = small(folder, **more)
-        whole = batches(model, 1, 0)
         expected = train_reference(
-            small(folder, **more), whole, optimizer=adamw, loss=loss_of, clip_norm=0.5
-        )
+            small(folder, **more), batches(folder, 1, 0), optimizer=adamw, loss=loss_of,
+            clip_norm=0.5,
+        )  # fmt: skip
         laid = parallelize(
-            model,
+            small(folder, **more),
             plan_of(axes),
             optimizer=adamw,
             loss=loss_of,
-            example=example_of(model, 2, 5),
+            example=example_of(folder, 2, 5),
         )
-        found = record(laid, batches(model, laid.data_size, laid.data_rank))
+        found = record(laid, batches(folder, laid.data_size, laid.data_rank))
     return str(first_difference(found, expected, by) or "")
 
 

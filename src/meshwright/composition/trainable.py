@@ -111,8 +111,8 @@ class Trainable:
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
-        ``traffic`` has the messages of this rank's modules over axis tensor in one pass. ``origins``
-        say where rules come from.
+        ``traffic`` has the messages of this rank's modules over axis tensor in one pass.
+        ``origins`` say where rules come from.
         """
         self.module = module
         self.plan = plan
