@@ -92,6 +92,11 @@ class OwnParametersPart(WithAxis):
         )
         with self._on_leaves():
             found = super().forward(*inputs, **options)
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f"{settings.site.labels.name}: expected one tensor as output, to be summed over "
+                f"the ranks, found {type(found).__name__}"
+            )
         given = PlacedTensor(found, Partial(), tuple(found.shape))
         return settings.site.leave(given, Replicate(), is_local=True)
 
