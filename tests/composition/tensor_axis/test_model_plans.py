@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -265,7 +266,7 @@ def test_a_word_at_the_wrong_kind_is_refused(pattern: str, word: str) -> None:
 def test_a_plan_that_names_no_module_lists_the_nearest() -> None:
     (found,) = refusals(model_of(plan={"block.*.latent.kv_bb": "colwise"}))
     assert "no pattern of the tp_plan of Model (block.*.latent.kv_bb) matches" in found
-    assert "the nearest names are blocks.0.latent.kv_b" in found
+    assert re.search(r"the nearest names are blocks\.\d\.latent\.kv_b$", found)
 
 
 def test_without_a_plan_the_error_lists_what_the_model_carries() -> None:
@@ -305,10 +306,10 @@ def test_experts_of_a_model_without_a_plan_or_with_new_words_are_refused() -> No
     assert not [*expert_problems(model, plan)]
     model.ep_plan["blocks.*.shared"] = "ep_shared"
     (found,) = expert_problems(model, plan)
-    assert "'blocks.*.shared' the word 'ep_shared', which is not known" in str(found)
+    assert "'blocks.*.shared' the word 'ep_shared', which is not known" in found.message
     del model.ep_plan
     (found,) = expert_problems(model, plan)
-    assert '[expert] modules = "model": Model carries tp_plan (' in str(found)
+    assert '[expert] modules = "model": Model carries tp_plan (' in found.message
 
 
 # ------------------------------------------------------------------------- on ranks

@@ -34,7 +34,6 @@ def check(ranks: Ranks, folder: str, axes: dict[str, int]) -> None:
         assert not difference
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("folder", TWO)
 def test_two_folders_train_as_one_process(ranks: Ranks, folder: str) -> None:
     check(ranks, folder, {"tensor": 2})

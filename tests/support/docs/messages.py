@@ -127,6 +127,11 @@ def no_effect(ranks: Ranks, folder: Path) -> str:
     return told(lambda: plan('[axes]\nreplicate = 2\n\n[shard]\nunits = ["0"]\n').check(2))
 
 
+def no_tensor_plan(ranks: Ranks, folder: Path) -> str:
+    given = plan('[axes]\ntensor = 2\n\n[tensor]\nrules = "model"\n')
+    return told(lambda: check_model(nn.Sequential(nn.Linear(2, 2)), given, 2))
+
+
 def nothing_to_cut(ranks: Ranks, folder: Path) -> str:
     return told(lambda: plan("[axes]\ntensor = 2\n").check(2))
 
