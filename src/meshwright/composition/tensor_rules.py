@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -475,11 +476,13 @@ def _hint(given: str, known: Sequence[str]) -> str:
 
 def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
     """The numbers of heads that divide the columns of module ``name``, by attribute."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    width = getattr(parent, "head_dim", None)
+    parent: Any = model.get_submodule(name.rpartition(".")[0])
+    width, config = getattr(parent, "head_dim", None), getattr(parent, "config", None)
+    if getattr(config, "is_heterogeneous", False):  # its layers have numbers of their own
+        config = config.per_layer_config[parent.layer_idx]
     counts = _heads_of(parent)
     if counts or isinstance(width, int):  # else its config describes a model, not this module
-        counts = {**counts, **_heads_of(getattr(parent, "config", None))}
+        counts = {**counts, **_heads_of(config)}
     features = getattr(model.get_submodule(name), "out_features", None)
     if not counts and isinstance(width, int) and isinstance(features, int) and width > 0:
         counts = {"heads": features // width}
