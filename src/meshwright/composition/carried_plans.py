@@ -7,17 +7,13 @@ modules in the order in which they run. A plan of a module inside applies below 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from meshwright.plan import match_names
 
-KINDS: Mapping[str, str] = MappingProxyType(
-    {"tp_plan": "tensor", "ep_plan": "expert", "pp_plan": "pipeline"}
-)
-"""The attributes, and the axes they are for."""
+KINDS = ("tp_plan", "ep_plan", "pp_plan")
 
 
 def carried_plan(model: nn.Module, kind: str) -> dict[str, Any]:

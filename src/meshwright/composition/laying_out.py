@@ -165,9 +165,7 @@ def cut_over_tensor(
     """
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
-    styles = {
-        name: cut.style_of(name, module.get_submodule(name)) for name in cut.styles if name in here
-    }
+    styles = {name: cut.style_of(name) for name in cut.styles if name in here}
     if mesh is None or not styles:
         return
     cut.set_widths(module)

@@ -150,7 +150,7 @@ def _traced(
     # torch.export takes the sizes of named arguments by name, those of others in their order.
     sizes: Any = tree_map(_free_size, named or tuple(args))
     cuts: dict[str, Any] = {}
-    if plan.split in ("auto", "parameters"):
+    if isinstance(plan.split, str) and plan.split != "model":
         measure = "flops" if plan.split == "auto" else plan.split
         cuts["split_policy"] = balanced(count, measure)
     else:

@@ -154,22 +154,16 @@ _OWN = MappingProxyType({"moe_tp_experts": True, "all_reduce": True, "local_para
 """Words for modules that compute with parameters of their own: are their outputs summed?"""
 
 
-def _own_placement(word: str, dims: int) -> AnyPlacement | None:
-    """The placement that ``word`` gives a parameter of ``dims`` dims; None leaves it as it is."""
-    match word:
-        case "colwise":
-            return Shard(max(dims - 2, 0))
-        case "rowwise":
-            return Shard(dims - 1)
-        case "packed_colwise":
-            return side_by_side(dims - 2, 2) if dims > 1 else Shard(0)
-        case "packed_rowwise":
-            return side_by_side(dims - 1, 2) if dims > 1 else None
-    return None
-
-
-_OWN_WORDS = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate")
-"""The words for single parameters."""
+_PARAMETERS: Mapping[str, Callable[[int], AnyPlacement | None]] = MappingProxyType(
+    {
+        "colwise": lambda dims: Shard(max(dims - 2, 0)),
+        "rowwise": lambda dims: Shard(dims - 1),
+        "packed_colwise": lambda dims: side_by_side(dims - 2, 2) if dims > 1 else Shard(0),
+        "packed_rowwise": lambda dims: side_by_side(dims - 1, 2) if dims > 1 else None,
+        "replicate": lambda dims: None,
+    }
+)
+"""The words for single parameters: their placements, by number of dims; None leaves them whole."""
 
 _LLAMA = {
     "**.self_attn.q_proj": "colwise",
@@ -301,8 +295,8 @@ class ModelCut:
     widths: Mapping[str, str]
     """Attributes as in `WIDTHS`."""
     ranks: int
-    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Words for parameters that modules compute with themselves, by module and parameter."""
+    own: Mapping[str, Mapping[str, AnyPlacement]] = field(default_factory=dict)
+    """Placements of parameters that modules compute with themselves, by module and parameter."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> ModelCut:
@@ -322,11 +316,13 @@ class ModelCut:
     def _carried(cls, model: nn.Module, names: Sequence[str], plan: Plan) -> ModelCut:
         words, ranks = carried_plan(model, "tp_plan"), plan.axes.size("tensor")
         styles = {name: WORDS.get(word, "") for name, word in _matched(words, names).items()}
-        own: dict[str, dict[str, str]] = {}
-        for name, word in _matched(words, [name for name, _ in model.named_parameters()]).items():
+        own: dict[str, dict[str, AnyPlacement]] = {}
+        dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
+        for name, word in _matched(words, [*dims]).items():
             path, _, key = name.rpartition(".")
-            if _own_placement(word, model.get_parameter(name).dim()) is not None:
-                own.setdefault(path, {})[key] = word
+            placement = _PARAMETERS[word](dims[name]) if word in _PARAMETERS else None
+            if placement is not None:
+                own.setdefault(path, {})[key] = placement
                 if styles.get(path, "") not in _OWN:
                     styles[path] = "local_params"
         # Axis expert gives each rank whole experts.
@@ -335,15 +331,12 @@ class ModelCut:
         kept = {n: style for n, style in styles.items() if style and not f"{n}.".startswith(apart)}
         return cls(styles=kept, widths={}, ranks=ranks, own=own)
 
-    def style_of(self, name: str, module: nn.Module) -> ParallelStyle:
-        """Make the style of ``module``, called ``name``."""
+    def style_of(self, name: str) -> ParallelStyle:
+        """Make the style of the module called ``name``."""
         style = self.styles[name]
-        if style not in _OWN:
-            return (STYLES.get(style) or _CARRIED[style])()
-        words = self.own.get(name, {}).items()
-        placed = {key: _own_placement(word, getattr(module, key).dim()) for key, word in words}
-        placements = {key: placement for key, placement in placed.items() if placement is not None}
-        return OwnParameters(placements, is_summed=_OWN[style])
+        if style in _OWN:
+            return OwnParameters(self.own.get(name, {}), is_summed=_OWN[style])
+        return (STYLES.get(style) or _CARRIED[style])()
 
     def set_widths(self, model: nn.Module) -> None:
         """Divide the width attributes of modules of ``model``, or of a stage, by the ranks."""
@@ -450,8 +443,8 @@ def _carried_problems(model: nn.Module, styles: Mapping[str, str]) -> Iterator[P
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
     for pattern, word in words.items():
-        for names, known in ((modules, [*WORDS]), (parameters, [*_OWN_WORDS])):
-            is_new = word not in {*WORDS, *_OWN_WORDS}
+        for names, known in ((modules, [*WORDS]), (parameters, [*_PARAMETERS])):
+            is_new = word not in {*WORDS, *_PARAMETERS}
             if word not in known and (is_new or match_names(pattern, names)):
                 yield Problem(
                     key,

@@ -16,6 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.plan import ExpertPlan, PipelinePlan, Plan, TensorPlan
 from meshwright.testing import Ranks
 from support.internals.axes import Axes
+from support.internals.comm import side_by_side
 from support.internals.composition import (
     WORDS,
     ModelCut,
@@ -27,6 +28,7 @@ from support.internals.composition import (
     stage_starts,
     unknown_words,
 )
+from support.internals.layout import Shard
 from support.internals.reference import first_difference, record, train_reference
 
 WIDTH, HEADS, HEAD, TAIL, RANK, INNER, EXPERTS = 16, 4, 4, 2, 8, 12, 3
@@ -183,8 +185,8 @@ def test_words_become_styles_and_parameters_are_kept_by_their_modules() -> None:
     assert cut.styles["embed"] == "embedding"
     assert cut.styles["blocks.0.attention.q_norm"] == "replicated"
     assert "blocks.0.router" not in cut.styles
-    assert cut.own["blocks.0.experts"] == {"gate_up": "packed_colwise", "down": "rowwise"}
-    assert cut.own["blocks.1.attention"] == {"sinks": "colwise"}
+    assert cut.own["blocks.0.experts"] == {"gate_up": side_by_side(1, 2), "down": Shard(2)}
+    assert cut.own["blocks.1.attention"] == {"sinks": Shard(0)}
 
 
 def test_a_parameter_needs_no_word_for_its_module() -> None:
