@@ -18,7 +18,7 @@ from meshwright.testing import RanksFailed, ranks
 from parity.table import ROOT
 from support.model_plans import CLOSE, folders, import_classes, outcomes
 
-__all__ = ["PAGE", "REFUSED", "STAGED", "TOLERANCE", "found", "table"]
+__all__ = ["PAGE", "REFUSED", "STAGED", "TOLERANCE", "found", "outcomes_of", "table"]
 
 PAGE = ROOT / "docs" / "models.md"
 AT_ONCE = 4
@@ -69,24 +69,27 @@ def train(path: Path, names: Sequence[str], axes: dict[str, int]) -> int:
     left = list(names) or [name for name in folders() if name not in done]
     while left:
         few, left = left[:AT_ONCE], left[AT_ONCE:]
-        for name, outcome in _outcomes(few, axes).items():
+        for name, outcome in outcomes_of(few, axes).items():
             done[name] = outcome
             print(f"{name}: {outcome or 'equal'}", flush=True)
         path.write_text(json.dumps(done, indent=1))
     return sum(not found(name, outcome) for name, outcome in done.items())
 
 
-def _outcomes(names: list[str], axes: dict[str, int]) -> dict[str, str]:
-    """Train ``names``; if that fails, each by itself, so that the one that raises is known."""
-    try:
-        for name in names:
-            import_classes(name)
-        first, second = ranks(2, outcomes, names, axes, timeout=900)
-    except (RanksFailed, RuntimeError, ValueError) as error:
-        if len(names) == 1:
-            return {names[0]: f"raised: {error}"}
-        return {name: text for each in names for name, text in _outcomes([each], axes).items()}
-    return {name: first[name] or second[name] for name in names}
+def outcomes_of(names: Sequence[str], axes: dict[str, int]) -> dict[str, str]:
+    """Train ``names``; where ranks fail, each by itself, so that the one that raises is known."""
+    found: dict[str, str] = {}
+    while left := [name for name in names if name not in found]:
+        try:
+            for name in left:
+                import_classes(name)
+            first, second = ranks(2, outcomes, left, axes, timeout=120 + 30 * len(left))
+        except RanksFailed as error:
+            if len(left) == 1:
+                return {**found, left[0]: f"raised: {error}"}
+            return found | {n: t for each in left for n, t in outcomes_of([each], axes).items()}
+        found |= {name: text or second[name] for name, text in first.items()}
+    return found
 
 
 def main() -> int:

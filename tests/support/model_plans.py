@@ -200,11 +200,15 @@ def trained(folder: str, axes: dict[str, int], by: float = CLOSE, **more: Any) -
 
 
 def outcomes(names: list[str], axes: dict[str, int]) -> dict[str, str]:
-    """Train models of ``names`` one after the other: what differs from one process, or raises."""
+    """Train models of ``names`` one after the other, to the first that is refused.
+
+    What differs from one process, or the refusal: ranks that have raised are not to be used again.
+    """
     found: dict[str, str] = {}
     for name in names:
         try:
             found[name] = trained(name, axes)
         except PlanError as error:
             found[name] = f"refused: {error}"
+            break
     return found
