@@ -470,7 +470,8 @@ def _hint(given: str, known: Sequence[str]) -> str:
 def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
     """The numbers of heads that divide the columns of module ``name``, by attribute."""
     parent: Any = model.get_submodule(name.rpartition(".")[0])
-    width, config = getattr(parent, "head_dim", None), getattr(parent, "config", None)
+    width = getattr(parent, "head_dim", None)
+    config: Any = getattr(parent, "config", None)
     if getattr(config, "is_heterogeneous", False):  # its layers have numbers of their own
         config = config.per_layer_config[parent.layer_idx]
     counts = _heads_of(parent)
