@@ -1,8 +1,9 @@
 """The table of models' own plans in `docs/models.md`, and the script that trains every folder.
 
-``PYTHONPATH=src:tests python -m parity.model_plans`` prints the table. With ``--train FILE`` it
-trains the folders that FILE, in JSON, has no result of, a few at a time, and writes each there;
-``--axes pipeline`` trains in two stages; names of folders train those again.
+``PYTHONPATH=src:tests python -m parity.model_plans`` prints the table of `RESULTS`. With
+``--train`` it trains the folders that `RESULTS` has nothing of, a few at a time, and writes each
+there, so that it can be ended and go on at any time; names of folders train those (again).
+``--axes pipeline`` trains in two stages.
 """
 
 from __future__ import annotations
@@ -11,51 +12,55 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.testing import RanksFailed, ranks
 from parity.table import ROOT
-from support.model_plans import CLOSE, folders, import_classes, outcomes
+from support.model_plans import LOOSE, folders, import_classes, outcomes
 
-__all__ = ["PAGE", "REFUSED", "STAGED", "TOLERANCE", "found", "outcomes_of", "table"]
+__all__ = ["PAGE", "found", "outcomes_of", "results", "table"]
 
 PAGE = ROOT / "docs" / "models.md"
-AT_ONCE = 4
-"""Folders that the same ranks train one after the other."""
-
-REFUSED: Mapping[str, str] = {}
-"""Folders whose plan is refused at ``tensor = 2``, and a part of the error."""
-
-TOLERANCE: Mapping[str, float] = {}
-"""Folders that are equal to less than `CLOSE`."""
-
-STAGED: tuple[str, ...] = ()
-"""Folders that are also trained in two stages, by the pipeline plan that they carry."""
-
-COLUMNS = 4
+RESULTS = Path(__file__).with_name("model_plans.json")
+"""By axis and folder: empty where it trains as one process, else what differs or is refused."""
+AT_ONCE, COLUMNS = 4, 4
+"""Folders that the same ranks train one after the other; columns of the table."""
 
 
-def found(folder: str, outcome: str) -> bool:
-    """Whether ``outcome`` of a training is what the table says."""
-    if folder in REFUSED:
-        return outcome.startswith("refused: ") and REFUSED[folder] in outcome
+def results(axis: str) -> dict[str, str]:
+    """Return what was found at ``axis = 2``, by folder."""
+    known: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))[axis]
+    return known
+
+
+def short(outcome: str) -> str:
+    """The first problem of an outcome, without its numbers and ranks."""
+    return re.split(r" by [0-9.e-]+ of its norm| \(rank \d|\n", outcome)[0]
+
+
+def found(folder: str, outcome: str, axis: str = "tensor") -> bool:
+    """Whether ``outcome`` of a training is what `RESULTS` say."""
+    known = results(axis).get(folder, "")
+    if not known or known.startswith("refused"):
+        return short(outcome) == known
     differs = re.search(r"by ([0-9.e+-]+) relative", outcome)
-    within = differs is not None and float(differs[1]) <= TOLERANCE.get(folder, CLOSE)
-    return not outcome or within
+    return not outcome or (differs is not None and float(differs[1]) <= LOOSE)
 
 
 def table() -> str:
     """Make the table, and the reasons below it."""
-    names, reasons = folders(), list(dict.fromkeys(REFUSED.values()))
+    known, staged = results("tensor"), results("pipeline")
+    reasons = [text.removeprefix("refused: ") for text in known.values() if text[:7] == "refused"]
 
     def cell(folder: str) -> str:
-        if folder in REFUSED:
-            return f"`{folder}` refused ({reasons.index(REFUSED[folder]) + 1})"
-        loose = f" {TOLERANCE[folder]:.0e}" if folder in TOLERANCE else ""
-        return f"`{folder}`{loose}{', stages' if folder in STAGED else ''}"
+        text = known[folder]
+        if text.startswith("refused"):
+            return f"`{folder}` refused ({reasons.index(text.removeprefix('refused: ')) + 1})"
+        loose = f" {LOOSE:.0e}" if text else ""
+        return f"`{folder}`{loose}{', stages' if staged.get(folder) == '' else ''}"
 
-    cells = [cell(folder) for folder in names]
+    cells = [cell(folder) for folder in sorted(known)]
     cells += [""] * (-len(cells) % COLUMNS)
     rows = [cells[at : at + COLUMNS] for at in range(0, len(cells), COLUMNS)]
     head = [["folder"] * COLUMNS, ["---"] * COLUMNS]
@@ -63,17 +68,20 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows)) + "".join(notes)
 
 
-def train(path: Path, names: Sequence[str], axes: dict[str, int]) -> int:
-    """Train ``names``, or all without a result; the number of results the table does not say."""
-    done: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    left = list(names) or [name for name in folders() if name not in done]
+def train(names: Sequence[str], axis: str) -> int:
+    """Train ``names``, or all without a result; the number of those that raised."""
+    left, raised = list(names) or [n for n in folders() if n not in results(axis)], 0
     while left:
         few, left = left[:AT_ONCE], left[AT_ONCE:]
-        for name, outcome in outcomes_of(few, axes).items():
-            done[name] = outcome
+        done = json.loads(RESULTS.read_text(encoding="utf-8"))
+        for name, outcome in outcomes_of(few, {axis: 2}).items():
             print(f"{name}: {outcome or 'equal'}", flush=True)
-        path.write_text(json.dumps(done, indent=1))
-    return sum(not found(name, outcome) for name, outcome in done.items())
+            if outcome.startswith("raised"):
+                raised += 1
+            else:
+                done[axis][name] = short(outcome)
+        RESULTS.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return raised
 
 
 def outcomes_of(names: Sequence[str], axes: dict[str, int]) -> dict[str, str]:
@@ -96,13 +104,13 @@ def main() -> int:
     """Print the table, or train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--train", type=Path)
-    parser.add_argument("--axes", default="tensor")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--axes", default="tensor", choices=("tensor", "pipeline"))
     options = parser.parse_args()
-    if options.train is None:
+    if not options.train:
         print(table(), end="")
         return 0
-    return int(train(options.train, options.names, {options.axes: 2}) > 0)
+    return int(train(options.names, options.axes) > 0)
 
 
 if __name__ == "__main__":
