@@ -118,6 +118,17 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
 )
 """The styles that a plan may name."""
 
+_CARRIED: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
+    {
+        "sequence_parallel": partial(SequenceParallel, use_local_output=True),
+        "mla_kv_a_proj": _SharedTail,
+        "moe_identity_expert": _Divided,
+    }
+)
+"""Words of plans that models carry that no plan of ours may name."""
+_OWN = MappingProxyType({"moe_tp_experts": True, "all_reduce": True, "local_params": False})
+"""Words for modules that compute with parameters of their own: are their outputs summed?"""
+
 WORDS: Mapping[str, str] = MappingProxyType(
     {
         "colwise": "colwise",
@@ -130,29 +141,11 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "embedding_colwise": "colwise_gathered",
         "packed_colwise": "colwise_2",
         "replicated_with_grad_allreduce": "replicated",
-        **{
-            word: word
-            for word in (
-                *("sequence_parallel", "mla_kv_a_proj", "moe_identity_expert"),
-                *("moe_tp_experts", "all_reduce", "local_params"),
-            )
-        },
+        **{word: word for word in (*_CARRIED, *_OWN)},
         "replicate": "",
     }
 )
-"""The words for modules in plans that models carry, and our styles; "" leaves the module as it is.
-The last ones of the same name are no styles of ours."""
-
-_CARRIED: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
-    {
-        "sequence_parallel": partial(SequenceParallel, use_local_output=True),
-        "mla_kv_a_proj": _SharedTail,
-        "moe_identity_expert": _Divided,
-    }
-)
-_OWN = MappingProxyType({"moe_tp_experts": True, "all_reduce": True, "local_params": False})
-"""Words for modules that compute with parameters of their own: are their outputs summed?"""
-
+"""The words for modules in plans that models carry, and our styles; "" leaves a module as it is."""
 
 _PARAMETERS: Mapping[str, Callable[[int], AnyPlacement | None]] = MappingProxyType(
     {
