@@ -73,6 +73,38 @@ def _running(model: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
+_Norms = dict[str, tuple[tuple[int, ...], float]]
+"""By module, in the order in which they end: the shape and norm of what its first call returns."""
+
+
+@contextlib.contextmanager
+def _noting(model: nn.Module) -> Iterator[_Norms]:
+    """Note what the modules of ``model`` return, so that the first that differs can be named."""
+    norms: _Norms = {}
+    parts = [(name, part) for name, part in model.named_modules() if name]
+    hooks = [part.register_forward_hook(partial(_note, norms, name)) for name, part in parts]
+    try:
+        yield norms
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(norms: _Norms, name: str, module: nn.Module, inputs: object, output: object) -> None:
+    found = next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor)), None)
+    if found is not None and found.is_floating_point() and not is_dtensor(found):
+        norms.setdefault(name, (tuple(found.shape), float(found.detach().double().norm())))
+
+
+def _first_apart(found: _Norms, expected: _Norms) -> str:
+    """Name the first module that returns another tensor of the same shape, for a message."""
+    for name, (shape, norm) in found.items():
+        known, whole = expected.get(name, ((), 0.0))
+        if known == shape and abs(norm - whole) > 1e-3 * max(norm, whole):
+            return f". The first module that returns something else is {name!r}"
+    return ""
+
+
 def _append(running: list[str], name: str, *_: object) -> None:
     running.append(name)
 
@@ -138,9 +170,12 @@ class WholeRun:
         self._draws = draws
         self._parameters = dict(model.named_parameters())
         self._trains = True
-        found = self._trained(model)
-        self._trains = found is not None
-        self._outputs = self._forward(model) if found is None else found
+        with _noting(model) as self._norms:
+            found = self._trained(model)
+            self._trains = found is not None
+            if found is None:
+                self._norms.clear()
+            self._outputs = self._forward(model) if found is None else found
         # Run the backward now: checkpoints recompute with the modules as they are then.
         seeds = [_seed(output) for output in self._outputs]
         with left_as_it_is(model):
@@ -158,7 +193,7 @@ class WholeRun:
         with phase(_LABEL):
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
-            with _running(model) as running:
+            with _running(model) as running, _noting(model) as norms:
                 try:
                     with split.computing():
                         outputs = self._forward(model, split.inputs)
@@ -173,6 +208,8 @@ class WholeRun:
             parameters = dict(model.named_parameters())
             _agree(split, _dtensor_problems(split, outputs, parameters))
             problems = [*_output_problems(split, outputs, self._outputs, alike)]
+            first = _first_apart(norms, self._norms)
+            problems = [f"{problem}{first}" for problem in problems]
             explain = split.explain if split.judges.backend != "fake" else None
             if explain is not None and any(split.judges.gather_values(problems, label=_LABEL)):
                 said = explain(model, partial(self._again, model, split))
