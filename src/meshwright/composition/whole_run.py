@@ -30,7 +30,7 @@ from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.gather_dtensor import part_like
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
-from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.data_parallel.distributed_parameters import MARK, local_parameters
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     SpreadGradients,
@@ -81,7 +81,9 @@ _Norms = dict[str, tuple[tuple[int, ...], float]]
 def _noting(model: nn.Module) -> Iterator[_Norms]:
     """Note what the modules of ``model`` return, so that the first that differs can be named."""
     norms: _Norms = {}
-    parts = [(name, part) for name, part in model.named_modules() if name]
+    # A styled module may compute with what lies inside in parts.
+    inside = {c for p in model.modules() if MARK in vars(p) for c in p.modules() if c is not p}
+    parts = [(n, part) for n, part in model.named_modules() if n and part not in inside]
     hooks = [part.register_forward_hook(partial(_note, norms, name)) for name, part in parts]
     try:
         yield norms
