@@ -36,7 +36,8 @@ def results(axis: str) -> dict[str, str]:
 
 def short(outcome: str) -> str:
     """The first problem of an outcome, without its numbers and ranks."""
-    return re.split(r" by [0-9.e-]+ of its norm| \(rank \d|; found|\n", outcome)[0]
+    first = re.split(r" \(rank \d|; found|\. Where|\n", outcome)[0]
+    return re.sub(r" by [0-9.e+-]+ of its norm on the example", "", first)
 
 
 def found(folder: str, outcome: str, axis: str = "tensor") -> bool:
