@@ -116,6 +116,8 @@ def small(folder: str, **more: Any) -> Any:
     config = made(**{**given, **ALSO.get(folder, {}), **more})
     if folder == "t5gemma":  # an encoder and a decoder of this configuration
         config = kind.config_class(encoder=config, decoder=config, tie_word_embeddings=False)
+    if folder == "t5gemma2":  # which the configuration of both sets
+        config.dropout_rate = 0.0
     config._experts_implementation = "batched_mm"  # the default raises in float64
     torch.manual_seed(0)
     model = kind(config).double().train()
@@ -137,11 +139,15 @@ def example_of(folder: str, rows: int, seed: int = 3) -> dict[str, torch.Tensor]
     if folder == "muse_glimmer_assistant":
         return {
             "noise_embeds": numbers(4, hidden),
+            "attention_mask": torch.ones(rows, LENGTH + 4, dtype=torch.long),
+            "position_ids": torch.arange(LENGTH + 4).expand(rows, -1),
             "context_hidden_states": numbers(LENGTH, 2 * hidden),
         }
     words = torch.randint(3, TINY["vocab_size"], (rows, LENGTH), generator=generator)
     if folder == "qwen3_omni_moe":  # asks for embeddings of its own
         return {"inputs_embeds": numbers(LENGTH, hidden)}
+    if folder == "voxtral_realtime":
+        return {"input_ids": words, "t_cond": numbers(1, hidden)}
     if folder == "t5gemma":
         return {"input_ids": words, "decoder_input_ids": words.flip(1)}
     if folder == "t5gemma2":

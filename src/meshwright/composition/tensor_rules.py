@@ -466,7 +466,8 @@ def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
     width = getattr(parent, "head_dim", None)
     config: Any = getattr(parent, "config", None)
     if getattr(config, "is_heterogeneous", False):  # its layers have numbers of their own
-        config = config.per_layer_config[parent.layer_idx]
+        index = getattr(parent, "layer_idx", None)
+        config = None if index is None else config.per_layer_config[index]
     counts = _heads_of(parent)
     if counts or isinstance(width, int):  # else its config describes a model, not this module
         counts = {**counts, **_heads_of(config)}

@@ -56,7 +56,7 @@ ROOM_LINES: dict[str, int] = {
     "cli": 851,
     "comm": 16065,
     "compiler": 1233,
-    "composition": 5725,
+    "composition": 5726,
     "context_parallel": 2000,
     "data": 432,
     "data_parallel": 16422,
