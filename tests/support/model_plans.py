@@ -51,6 +51,7 @@ ALSO: dict[str, dict[str, Any]] = {
         **_KINDS,
         "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [2, 1, 1]}},
     },
+    "embedding_gemma2": {"num_global_key_value_heads": 2, "global_head_dim": 8},
     "esmc": {"num_key_value_heads": 4},
     "gemma3n": {
         "vocab_size_per_layer_input": TINY["vocab_size"],
