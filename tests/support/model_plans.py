@@ -47,6 +47,7 @@ SIZES: dict[str, Any] = {
 ALSO: dict[str, dict[str, Any]] = {
     **OTHERWISE,
     **dict.fromkeys(("glm4v", "glm_image", "glm_ocr", "paddleocr_vl", "cosmos3_edge"), _M_ROPE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"), _M_ROPE),
     "cohere_compass": {
         **_KINDS,
         "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [2, 1, 1]}},
