@@ -253,6 +253,9 @@ def test_attention_that_cannot_be_split_is_refused(ranks: Ranks) -> None:
         refuse(r"a 2-D mask of shape \(4, 4\) that covers only", attn_mask=torch.ones(4, 4).bool())
         refuse(r"attention dropout \(p = 0.1\), which cannot match", dropout_p=0.1)
         refuse("has a mask that is a tensor", "ring", attn_mask=torch.ones(8, 8).bool())
+        q = q.unsqueeze(1)
+        refuse(r"with \[\(1, 1, 4, 4, 4\), .* positions of queries, keys and values, expected 4")
+        q = q.squeeze(1)
         with pytest.raises(ValueError, match="expected one of"):
             set_rotate_method("broadcast")
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
