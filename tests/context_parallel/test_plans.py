@@ -189,3 +189,22 @@ def test_positions_that_a_model_counts_itself_are_refused(ranks: Ranks) -> None:
                 model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
 
     ranks(2, run)
+
+
+def test_positions_that_are_given_may_begin_anew_on_a_part(ranks: Ranks) -> None:
+    """Those of rank 1 look as if the model had counted them; it keeps no documents apart."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model, ids = model_of("gpt_oss"), torch.randint(3, WORDS, (2, 12))
+        anew = torch.arange(6).repeat(2, 2)
+        with torch.no_grad():
+            whole = model(input_ids=ids, position_ids=anew).logits
+            with context_parallel(
+                mesh, buffers=[ids, anew], buffer_seq_dims=[1, 1], split="contiguous"
+            ):
+                part = model(input_ids=ids, position_ids=anew).logits
+        expected = whole.chunk(2, 1)[mesh.get_local_rank()]
+        torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-5)
+
+    ranks(2, run)

@@ -57,7 +57,10 @@ class BatchSplit:
     def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         state = self.state
         part = state.split.part(whole, state.axis.rank, dim)
-        return moved(part, state.axis.device) if whole is self.places else part
+        part = moved(part, state.axis.device) if whole is self.places else part
+        if part.dtype == torch.int64:
+            state.parts.append(part)
+        return part
 
     def of_rows(self, start: int, stop: int) -> BatchSplit:
         """How the rows from ``start`` up to ``stop`` are split, as a batch of their own."""
@@ -67,7 +70,8 @@ class BatchSplit:
             rows = rows[:1] if len({*rows}) == 1 else rows
         if padding is not None and len(padding) > 1:
             padding = padding[start:stop]
-        own = Attending(self.state.axis, ContextSplit(rows), self.state.method, padding)
+        state = self.state
+        own = Attending(state.axis, ContextSplit(rows), state.method, padding, state.parts)
         return BatchSplit(own, self.dims, self.places)
 
     @contextlib.contextmanager

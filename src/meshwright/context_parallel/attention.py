@@ -29,6 +29,7 @@ from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
 from meshwright.errors import InternalError
+from meshwright.torch_internals.tensors import storage_id
 from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
@@ -63,6 +64,8 @@ class Attending:
     method: Method = "auto"
     padding: Tensor | None = None
     """False for padding: (rows, length) of the whole, on the host, where rings are planned."""
+    parts: list[Tensor] = field(default_factory=list)
+    """This rank's parts of the batch: positions among them are true."""
     is_weighed: bool = False
     """True once `global_mean` has weighed a loss."""
     trains: bool = False
@@ -117,6 +120,8 @@ class Attending:
         """
         late = LateNumbers.known(POSITIONS)
         if given is None or given.ndim != 2 or self.traced is not None or late.coming:
+            return
+        if storage_id(given) in map(storage_id, self.parts):
             return
         rank, length = self.axis.rank, given.shape[1]
         counted = torch.arange(length, device="cpu")
