@@ -1,6 +1,6 @@
 """The example of experts on 4 ranks trains as one process: 300 steps of losses and imbalances.
 
-Run it as ``python tests/soak/experts.py [--steps 300] [--dtype float64] [--axes context=2 shard=1]``.
+Run it as ``python tests/soak/experts.py [--steps 300] [--dtype float64] [--axes expert=4]``.
 In float32 rounding grows until a token goes to another expert; from before step 50 on, losses then
 differ by 1e-2. Exits with status 1 when losses differ by more than 1e-6 relative, when they do not
 fall, or when the report shows no imbalance.

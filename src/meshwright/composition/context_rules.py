@@ -77,8 +77,8 @@ class BatchSplit:
     def watch_loss(self, output: object, target: object, late: LateNumbers) -> None:
         """Refuse, in the backward, a loss that shifts labels inside of this rank's part.
 
-        It gives no last position a gradient, though last labels are of several kinds, or count
-        elsewhere, so that none of them is one that it ignores.
+        It gives no last position a gradient, though the label of one counts elsewhere, so that it
+        is none that the loss ignores.
         """
         if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
             return
@@ -98,11 +98,9 @@ class BatchSplit:
 
         def look(gradient: torch.Tensor) -> None:
             is_used, last = (gradient != 0).any(-1), target[:, -1]
-            counts = last != IGNORED
-            is_unused = ~(is_used[:, -1] & counts).any()
-            is_spread = last.where(counts, last.amax()).amin() != last.amax()
-            is_elsewhere = ((target == last.unsqueeze(1)) & is_used).any()
-            late.look((is_unused & (is_spread | is_elsewhere)).reshape(1), judge)
+            is_unused = ~(is_used[:, -1] & (last != IGNORED)).any()
+            is_elsewhere = torch.isin(last, target.where(is_used, IGNORED - 1)).any()
+            late.look((is_unused & is_elsewhere).reshape(1), judge)
 
         found[0].register_hook(look)
 
