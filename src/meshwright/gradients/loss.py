@@ -226,7 +226,8 @@ class LossWindow:
         """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
-        terms = terms_of(target) if loss.is_mean else 0
+        is_plain = isinstance(target, torch.Tensor) and target.is_floating_point()
+        terms = target.numel() if is_plain else terms_of(target) if loss.is_mean else 0
         self._sizes.append((size, terms))
         each = terms % _PRIME
         row = (loss.total, loss.count, size, each, each**2, 0.0 if loss.is_mean else 1.0)
