@@ -139,15 +139,15 @@ class Attending:
         is_counted = (given[0] == torch.arange(length, device=given.device)).all()
         late.look(is_counted.reshape(1), judge)
 
-    def check_documents(self, jumps: Tensor | None) -> None:
+    def check_documents(self, jumps: Tensor | None, *, is_masked: bool) -> None:
         """Raise ValueError where transformers keeps other documents apart than the split has.
 
-        ``jumps``: how often positions have jumped so far, (rows, n), where it looks at these. A
-        device's are judged at the next `settle`.
+        ``jumps``: how often positions have jumped so far, (rows, n), where it looks at these, as it
+        does unless ``is_masked``. A device's are judged at the next `settle`.
         """
         split, late = self.split, LateNumbers.known(POSITIONS)
         own = split.part(split.places(), self.axis.rank).diff(dim=1) != 1
-        if jumps is None and max(map(len, _ends_of(split))) > 1 and bool(own.any()):
+        if jumps is None and (is_masked or own.any()) and max(map(len, _ends_of(split))) > 1:
             raise ValueError(
                 f"axis {self.axis.axis}: documents are packed, which transformers keeps apart only "
                 "without attention_mask and with use_cache=False. Give it no mask and no cache, or "
@@ -488,9 +488,10 @@ def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
                 "that is not known: expected a product of causal, sliding window, chunks, packed "
                 "documents and padding"
             )
-        if state.traced is None:
-            state.check_documents(_jumps_of(given["mask_function"]))
         padding = given.get("attention_mask")
+        if state.traced is None:
+            jumps = _jumps_of(given["mask_function"])
+            state.check_documents(jumps, is_masked=padding is not None)
         if padding is not None and state.padding is None and not bool(padding.all()):
             raise ValueError(
                 f"axis {state.axis.axis}: the model got an attention_mask of shape "

@@ -57,7 +57,7 @@ ROOM_LINES: dict[str, int] = {
     "comm": 16065,
     "compiler": 1233,
     "composition": 5416,
-    "context_parallel": 2060,
+    "context_parallel": 2061,
     "data": 432,
     "data_parallel": 16422,
     "doctor": 681,
