@@ -163,7 +163,7 @@ def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) ->
 
 
 def test_a_model_that_attends_across_documents_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r'documents are packed, .*documents = "none" in'):
+    with pytest.raises(RanksFailed, match=r'keeps packed documents apart .*documents = "none" in'):
         check(ranks, "gpt_oss", {"context": 2}, ContextPlan(), "packed")
 
 
@@ -215,9 +215,9 @@ def test_what_a_model_does_with_labels_and_documents_of_a_part_is_refused(ranks:
         refused("the model shifts labels", position_ids=plain, labels=labels)
         refused("position_ids begin anew where", position_ids=anew)
         docs = anew.clone()
-        refused("documents are packed, which", docs, position_ids=anew, use_cache=True)
+        refused("keeps packed documents apart only", docs, position_ids=anew, use_cache=True)
         ones = torch.ones(2, 6, dtype=torch.int64)
-        refused("documents are packed, which", docs, position_ids=anew, attention_mask=ones)
+        refused("keeps packed documents apart only", docs, position_ids=anew, attention_mask=ones)
 
     ranks(2, run)
 

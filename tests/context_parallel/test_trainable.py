@@ -237,7 +237,7 @@ def test_losses_that_shift_labels_are_refused(ranks: Ranks) -> None:
 
     def run() -> None:
         ids, target = batches(12, 1, 0)[0]
-        with raises_by_now(ValueError, match="as one that shifts labels itself"):
+        with raises_by_now(ValueError, match="as if it shifted labels itself"):
             laid_out(model_of(), {"context": 2}, shifting, 12, {}, {}).step(ids, target)
         target[:, 4:] = 0
         laid_out(model_of(), {"context": 2}, padding_aside, 12, {}, {}).step(ids, target)
@@ -270,11 +270,11 @@ def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
             laid.step({"ids": ids, "bias": torch.zeros(1, 12, 12)}, target)
         with pytest.raises(ValueError, match="one length of the sequences, in dim 1"):
             laid.step(ids[:, 0], target[:, 0])
-        with raises_by_now(ValueError, match=r"labels of -100; found 48 on ranks \[0\]; 40 on"):
+        with raises_by_now(ValueError, match=r"labels of -100\); found 48 on ranks \[0\]; 40 on"):
             laid.step(ids[:, :11], target[:, :11])  # a mean over 6 and 5 positions
         ignoring = target.clone()
         ignoring[:, :3] = -100
-        with raises_by_now(ValueError, match=r"labels of -100; found \d+ on ranks \[0\]; \d+"):
+        with raises_by_now(ValueError, match=r"labels of -100\); found \d+ on ranks \[0\]; \d+"):
             laid.step(ids, ignoring)
         with raises_by_now(ValueError, match="the loss is a mean, so all microbatches of a step"):
             laid_out(model_of(), {"context": 2}, named, 12, {}, {}).step(ids, {"labels": ignoring})

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.streams import moved
 from meshwright.composition.whole_run import AxisSplit
-from meshwright.context_parallel.attention import Attending, attending
+from meshwright.context_parallel.attention import Attending, attending, refuse_late
 from meshwright.context_parallel.split import ContextSplit, document_lengths
 from meshwright.gradients import IGNORED, LocalLoss, terms_of
 from meshwright.plan import ContextPlan, Plan
@@ -82,25 +82,21 @@ class BatchSplit:
         """
         if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
             return
-        shapes = [(x.shape[:2], x) for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-        found = [x for shape, x in shapes if x.ndim == 3 and shape == target.shape]
-        if not found or not found[0].requires_grad:
+        found = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        found = [x for x in found if x.ndim == 3 and x.shape[:2] == target.shape]
+        if not found:
             return
-        axis = self.state.axis
-
-        def judge(numbers: list[float]) -> None:
-            if numbers[0]:
-                raise ValueError(
-                    f"axis {axis.axis}: the loss gives the last position of this rank's part no "
-                    "gradient, as one that shifts labels itself, whose next label is on another "
-                    "rank. Shift labels before: target = labels of the next tokens"
-                )
+        text = (
+            f"axis {self.state.axis.axis}: the loss has no gradient at the last position of this "
+            "rank's part, as if it shifted labels itself; the next label is on another rank. Give "
+            "shifted labels as the target"
+        )
 
         def look(gradient: torch.Tensor) -> None:
             is_used, last = (gradient != 0).any(-1), target[:, -1]
             is_unused = ~(is_used[:, -1] & (last != IGNORED)).any()
             is_elsewhere = torch.isin(last, target.where(is_used, IGNORED - 1)).any()
-            late.look((is_unused & is_elsewhere).reshape(1), judge)
+            refuse_late(late, is_unused & is_elsewhere, text)
 
         found[0].register_hook(look)
 
@@ -169,7 +165,8 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
 def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLoss:
     """Add up the loss of all parts of one batch. Collective; without gradients.
 
-    A mean weighs as many elements as the ``target`` of its part has, and nothing without any.
+    A mean weighs as many elements as the ``target`` of its part has, and nothing if it has no
+    labels; a loss without a target is over another tensor of the part, which is given instead.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=axis.device)
     sums[0] += local.total.detach()
@@ -197,16 +194,13 @@ def context_split(
         found = first_mixing(model, batch, run)
         if found is not None:
             name, module, error = found
-            what = f"({type(module).__name__}; relative error {error:.2g})"
-            if not name:
-                yield (
-                    f"{text}, and all its modules agree: the model itself {what} computes over "
-                    "positions. Take a loss out of it: loss(output, target)"
-                )
-                return
+            what = f"{type(module).__name__}; relative error {error:.2g}"
             yield (
-                f"{text}, first in {name!r} {what}, which mixes positions without attention. "
+                f"{text}, first in {name!r} ({what}), which mixes positions without attention. "
                 f"{remedy}{across}"
+                if name
+                else f"{text}, though those of its modules agree ({what}). Does it compute a loss? "
+                "Move that to loss(output, target)"
             )
 
     split = inside or AxisSplit(

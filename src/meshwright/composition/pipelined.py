@@ -534,7 +534,8 @@ class PipelinedTrainable(Trainable):
         def mean() -> float:
             local = apply_loss(self._loss, output, target)
             if self._peers.context is not None:
-                local = over_parts(local, target, self._peers.context)
+                terms = output if target is None else target
+                local = over_parts(local, terms, self._peers.context)
             return (local.total.float() / local.count).item()
 
         found = said_by(self._last, mean, self._pipeline, "loss")

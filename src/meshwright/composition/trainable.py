@@ -315,7 +315,7 @@ class Trainable:
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
         if context is not None:
-            local = over_parts(local, batch if target is None else target, context)
+            local = over_parts(local, output if target is None else target, context)
         loss = local.total.float() / local.count
         return EvalResult(output=output, loss=loss, target=target)
 

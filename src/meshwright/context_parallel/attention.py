@@ -34,7 +34,7 @@ from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
 POSITIONS = "positions of axis context"
-"""The key of numbers on a device that say whether a model counts positions itself."""
+"""The key of numbers on a device that say whether positions are those of the split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +128,12 @@ class Attending:
         known = (self.split.positions(rank)[0], self.split.part(self.split.places(), rank)[0])
         if any(torch.equal(x, counted) for x in known):
             return
-
-        def judge(numbers: list[float]) -> None:
-            if numbers[0]:
-                raise ValueError(
-                    f"axis {self.axis.axis}: {label} got positions 0 to {length - 1}, which the "
-                    "model has counted itself: give it position_ids, as a buffer that is split"
-                )
-
-        is_counted = (given[0] == torch.arange(length, device=given.device)).all()
-        late.look(is_counted.reshape(1), judge)
+        refuse_late(
+            late,
+            (given[0] == torch.arange(length, device=given.device)).all(),
+            f"axis {self.axis.axis}: {label} got positions 0 to {length - 1}, which the model has "
+            "counted itself: give it position_ids, as a buffer that is split",
+        )
 
     def check_documents(self, jumps: Tensor | None, *, is_masked: bool) -> None:
         """Raise ValueError where transformers keeps other documents apart than the split has.
@@ -149,21 +145,17 @@ class Attending:
         own = split.part(split.places(), self.axis.rank).diff(dim=1) != 1
         if jumps is None and (is_masked or own.any()) and max(map(len, _ends_of(split))) > 1:
             raise ValueError(
-                f"axis {self.axis.axis}: documents are packed, which transformers keeps apart only "
-                "without attention_mask and with use_cache=False. Give it no mask and no cache, or "
-                'leave the documents together: documents = "none" in [context]'
+                f"axis {self.axis.axis}: transformers keeps packed documents apart only without "
+                "attention_mask and with use_cache=False. Use neither a mask nor a cache, or let "
+                'attention cross documents: documents = "none" in [context]'
             )
-        if jumps is None or late.coming:
-            return
-
-        def judge(numbers: list[float]) -> None:
-            if numbers[0]:
-                raise ValueError(
-                    f"axis {self.axis.axis}: position_ids begin anew where the split knows no "
-                    "document: give context_parallel(documents=position_ids)"
-                )
-
-        late.look((jumps.diff(dim=1).bool() != moved(own, jumps.device)).any().reshape(1), judge)
+        if jumps is not None and not late.coming:
+            refuse_late(
+                late,
+                (jumps.diff(dim=1).bool() != moved(own, jumps.device)).any(),
+                f"axis {self.axis.axis}: position_ids begin anew where the split knows no "
+                "document: give context_parallel(documents=position_ids)",
+            )
 
     def refuse_dropout(self, p: float, label: str) -> None:
         """Raise ValueError for dropout inside of attention."""
@@ -186,6 +178,16 @@ class Attending:
             f"{shape} that covers only this rank's positions. Describe it by position_ids and "
             'documents, or use method = "all-to-all" with a mask of the whole sequence'
         )
+
+
+def refuse_late(late: LateNumbers, is_wrong: Tensor, text: str) -> None:
+    """Raise ValueError where 0-dim ``is_wrong`` is true; on a device, when ``late`` settles."""
+
+    def judge(numbers: list[float]) -> None:
+        if numbers[0]:
+            raise ValueError(text)
+
+    late.look(is_wrong.reshape(1), judge)
 
 
 class _Now:

@@ -226,6 +226,7 @@ class LossWindow:
         """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
+        # Targets of most means, without a call.
         is_plain = isinstance(target, torch.Tensor) and target.is_floating_point()
         terms = target.numel() if is_plain else terms_of(target) if loss.is_mean else 0
         self._sizes.append((size, terms))
@@ -306,7 +307,7 @@ class LossWindow:
         each = (", ".join(str(pair[is_even]) for pair in sizes) for sizes in everyones)
         raise ValueError(
             "the loss is a mean, so all microbatches of a step must have equally many "
-            f"{'elements of the target, without labels of -100' if is_even else 'samples'}; "
+            f"{'elements of the target (not counting labels of -100)' if is_even else 'samples'}; "
             f"found {told(self._communicator.ranks, each)}. Give every rank an equal share, or "
             "return (sum, count) from the loss function"
         )
