@@ -56,15 +56,23 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def laid_out(
-    model: nn.Module, axes: dict[str, int], loss: Any, length: int, context: Any, train: Any
+    model: nn.Module,
+    axes: dict[str, int],
+    loss: Any,
+    length: int,
+    context: Any,
+    train: Any,
+    name: str = "",
 ) -> Any:
+    """Lay out ``model``, whose batch is a tensor, or a dict that has it by ``name``."""
     plan = Plan(
         axes=Axes.of(axes),
         context=ContextPlan(**context),
         train=TrainPlan(clip_norm=0.5, **train),
     )
     example = batches(length, 1, 0)[0][0][:2]
-    return parallelize(model, plan, optimizer=adamw, loss=loss, example=(example,))
+    given: Any = {name: example} if name else (example,)
+    return parallelize(model, plan, optimizer=adamw, loss=loss, example=given)
 
 
 def body(axes: dict[str, int], loss: Any, length: int, context: Any, train: Any) -> Any:
@@ -189,6 +197,14 @@ class Counting(Model):
         return self.head(x)
 
 
+class Losing(Model):
+    """Returns a loss of its own, too."""
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = super().forward(ids)
+        return output, output.square().mean()
+
+
 def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
     scores = q @ k.mT / q.shape[-1] ** 0.5
     return scores.softmax(-1) @ v
@@ -201,8 +217,9 @@ def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> t
         (Again, r"first in 'layers\.0\.1"),
         (Eager, r"first in 'layers\.0\.out' \(Linear; relative error"),
         (Counting, r"axis context: split over 2 ranks.*first in 'layers\.0\.qkv'"),
+        (Losing, r"though those of its modules agree \(Losing; .* Does it compute a loss\?"),
     ],
-    ids=["convolution", "called twice", "product", "positions"],
+    ids=["convolution", "called twice", "product", "positions", "own loss"],
 )
 def test_layers_that_mix_positions_are_refused_by_name(
     ranks: Ranks, make: Callable[[], nn.Module], match: str
@@ -254,6 +271,16 @@ def test_parts_without_labels_count_nothing(ranks: Ranks) -> None:
             expected = mean(model_of()(ids), target).item()
             laid = laid_out(model_of(), {"context": 2}, loss, 12, {"split": "contiguous"}, {})
             assert laid.eval(ids, target).loss.item() == pytest.approx(expected, rel=1e-6)
+
+    ranks(2, run)
+
+
+def test_a_target_by_name_is_split_beside_a_batch_by_name(ranks: Ranks) -> None:
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        laid = laid_out(model_of(), {"context": 2}, named, 12, {"sequence": {"ids": 1}}, {}, "ids")
+        found = laid.step({"ids": ids}, {"labels": target}).loss.item()
+        assert found == pytest.approx(mean(model_of()(ids), target).item(), rel=1e-12)
 
     ranks(2, run)
 
