@@ -178,6 +178,18 @@ def test_graphs_train_as_one_process(ranks: Ranks, schedule: str, method: str) -
         assert difference is None, difference
 
 
+def test_evaluates_without_a_target(ranks: Ranks) -> None:
+    def squared(output: torch.Tensor, target: object = None) -> torch.Tensor:
+        return output.square().mean()
+
+    def run() -> None:
+        ids, _ = batches(12, 1, 0)[0]
+        found = laid_out(chain(), squared, 12, "1f1b", {}).eval(ids).loss.item()
+        assert found == pytest.approx(squared(chain()(ids)).item(), rel=1e-6)
+
+    ranks(4, run)
+
+
 def test_what_stages_cannot_have_is_refused(ranks: Ranks) -> None:
     def run() -> None:
         with pytest.raises(PlanError, match="the example has 13 positions.*a multiple of 2"):

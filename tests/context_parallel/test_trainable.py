@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from context_parallel.test_own_loop import Model, V
+from meshwright.comm import settle
 from meshwright.composition import parallelize
 from meshwright.context_parallel import positions
 from meshwright.errors import PlanError
@@ -55,15 +56,23 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def laid_out(
-    model: nn.Module, axes: dict[str, int], loss: Any, length: int, context: Any, train: Any
+    model: nn.Module,
+    axes: dict[str, int],
+    loss: Any,
+    length: int,
+    context: Any,
+    train: Any,
+    name: str = "",
 ) -> Any:
+    """Lay out ``model``, whose batch is a tensor, or a dict that has it by ``name``."""
     plan = Plan(
         axes=Axes.of(axes),
         context=ContextPlan(**context),
         train=TrainPlan(clip_norm=0.5, **train),
     )
     example = batches(length, 1, 0)[0][0][:2]
-    return parallelize(model, plan, optimizer=adamw, loss=loss, example=(example,))
+    given: Any = {name: example} if name else (example,)
+    return parallelize(model, plan, optimizer=adamw, loss=loss, example=given)
 
 
 def body(axes: dict[str, int], loss: Any, length: int, context: Any, train: Any) -> Any:
@@ -188,6 +197,14 @@ class Counting(Model):
         return self.head(x)
 
 
+class Losing(Model):
+    """Returns a loss of its own, too."""
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = super().forward(ids)
+        return output, output.square().mean()
+
+
 def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
     scores = q @ k.mT / q.shape[-1] ** 0.5
     return scores.softmax(-1) @ v
@@ -200,8 +217,9 @@ def product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> t
         (Again, r"first in 'layers\.0\.1"),
         (Eager, r"first in 'layers\.0\.out' \(Linear; relative error"),
         (Counting, r"axis context: split over 2 ranks.*first in 'layers\.0\.qkv'"),
+        (Losing, r"though those of its modules agree \(Losing; .* Does it compute a loss\?"),
     ],
-    ids=["convolution", "called twice", "product", "positions"],
+    ids=["convolution", "called twice", "product", "positions", "own loss"],
 )
 def test_layers_that_mix_positions_are_refused_by_name(
     ranks: Ranks, make: Callable[[], nn.Module], match: str
@@ -210,6 +228,59 @@ def test_layers_that_mix_positions_are_refused_by_name(
         torch.manual_seed(0)
         with pytest.raises(PlanError, match=match):
             laid_out(make().double(), {"context": 2}, mean, 12, {}, {})
+
+    ranks(2, run)
+
+
+def named(output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target["labels"].flatten())
+
+
+def shifting(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return counted(output[:, :-1], target[:, 1:])
+
+
+def padding_aside(
+    output: torch.Tensor, target: torch.Tensor, padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = functional.cross_entropy(
+        output.flatten(0, 1), target.flatten(), ignore_index=padding, reduction="sum"
+    )
+    return losses, (target != padding).sum()
+
+
+def test_losses_that_shift_labels_are_refused(ranks: Ranks) -> None:
+    """But none that ignores a label of its own at the end of all rows."""
+
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        with raises_by_now(ValueError, match="as if it shifted labels itself"):
+            laid_out(model_of(), {"context": 2}, shifting, 12, {}, {}).step(ids, target)
+        target[:, 4:] = 0
+        laid_out(model_of(), {"context": 2}, padding_aside, 12, {}, {}).step(ids, target)
+        settle()
+
+    ranks(2, run)
+
+
+def test_parts_without_labels_count_nothing(ranks: Ranks) -> None:
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        target[:, :-1] = -100
+        for loss in (partial(padding_aside, padding=-100), mean):
+            expected = mean(model_of()(ids), target).item()
+            laid = laid_out(model_of(), {"context": 2}, loss, 12, {"split": "contiguous"}, {})
+            assert laid.eval(ids, target).loss.item() == pytest.approx(expected, rel=1e-6)
+
+    ranks(2, run)
+
+
+def test_a_target_by_name_is_split_beside_a_batch_by_name(ranks: Ranks) -> None:
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        laid = laid_out(model_of(), {"context": 2}, named, 12, {"sequence": {"ids": 1}}, {}, "ids")
+        found = laid.step({"ids": ids}, {"labels": target}).loss.item()
+        assert found == pytest.approx(mean(model_of()(ids), target).item(), rel=1e-12)
 
     ranks(2, run)
 
@@ -226,12 +297,14 @@ def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
             laid.step({"ids": ids, "bias": torch.zeros(1, 12, 12)}, target)
         with pytest.raises(ValueError, match="one length of the sequences, in dim 1"):
             laid.step(ids[:, 0], target[:, 0])
-        with raises_by_now(ValueError, match=r"labels of -100; found 48 on ranks \[0\]; 40 on"):
+        with raises_by_now(ValueError, match=r"labels of -100\); found 48 on ranks \[0\]; 40 on"):
             laid.step(ids[:, :11], target[:, :11])  # a mean over 6 and 5 positions
         ignoring = target.clone()
         ignoring[:, :3] = -100
-        with raises_by_now(ValueError, match=r"labels of -100; found \d+ on ranks \[0\]; \d+"):
+        with raises_by_now(ValueError, match=r"labels of -100\); found \d+ on ranks \[0\]; \d+"):
             laid.step(ids, ignoring)
+        with raises_by_now(ValueError, match="the loss is a mean, so all microbatches of a step"):
+            laid_out(model_of(), {"context": 2}, named, 12, {}, {}).step(ids, {"labels": ignoring})
         laid.step(ids, target)
         narrow = copy.deepcopy(model_of())
         with pytest.raises(PlanError, match="pipeline"):

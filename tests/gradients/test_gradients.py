@@ -460,7 +460,7 @@ def body_window() -> None:
         target = torch.empty(rows, 2**40 + world.rank, device="meta")
         longer.add(read_loss(torch.tensor(1.0)), rows, target)
     longer.close()
-    with pytest.raises(ValueError, match=rf"labels of -100; found {2**41}, {2**41} on"):
+    with pytest.raises(ValueError, match=rf"labels of -100\); found {2**41}, {2**41} on"):
         longer.check_sizes()
     equal = LossWindow(world)
     equal.add(read_loss(torch.tensor(1.0)), 3, torch.empty(3, 2**40 + 7, device="meta"))

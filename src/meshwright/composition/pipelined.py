@@ -521,6 +521,8 @@ class PipelinedTrainable(Trainable):
         """Compute the loss of one microbatch, on the last stage."""
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
+        if self._splits and self.steps == 0 and torch.is_grad_enabled():
+            self._splits[0].watch_loss(output, goal, self._late)
         local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1), goal)
@@ -532,7 +534,8 @@ class PipelinedTrainable(Trainable):
         def mean() -> float:
             local = apply_loss(self._loss, output, target)
             if self._peers.context is not None:
-                local = over_parts(local, target, self._peers.context)
+                terms = output if target is None else target
+                local = over_parts(local, terms, self._peers.context)
             return (local.total.float() / local.count).item()
 
         found = said_by(self._last, mean, self._pipeline, "loss")

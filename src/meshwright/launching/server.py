@@ -402,7 +402,7 @@ class _RankWatch:
                     self._caller_is_gone()
                 elif isinstance(key.fileobj, int):
                     self._collect(key.data, last)
-                else:
+                elif key.fd in self._selector.get_map():  # not read to its end already
                     self._read(key.data)
             last = time.monotonic()
             if last >= self._limit:
