@@ -52,7 +52,8 @@ def found(folder: str, outcome: str, axis: str = "tensor") -> bool:
 def table() -> str:
     """Make the table, and the reasons below it."""
     known, staged = results("tensor"), results("pipeline")
-    reasons = [text.removeprefix("refused: ") for text in known.values() if text[:7] == "refused"]
+    refused = [text.removeprefix("refused: ") for text in known.values() if text[:7] == "refused"]
+    reasons = [*dict.fromkeys(refused)]
 
     def cell(folder: str) -> str:
         text = known[folder]
