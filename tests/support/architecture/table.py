@@ -69,6 +69,7 @@ ROOM_LINES: dict[str, int] = {
     "integrations": 1214,
     "launching": 1367,
     "layout": 543,
+    "losses": 500,
     "mesh": 7,
     "pipelining": 7987,
     "plan": 405,
@@ -106,7 +107,7 @@ _PURE = frozenset(
 _COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {
-    *("context_parallel", "data_parallel", "expert_parallel", "fsdp"),
+    *("context_parallel", "data_parallel", "expert_parallel", "fsdp", "losses"),
     *("tensor_parallel", "pipelining"),
 }
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
@@ -121,6 +122,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "randomness": _PURE | {"torch_internals"},
     "comm": _COMM,
     "gradients": _COMM,
+    # The head of a model may be split over axis tensor.
+    "losses": _STRATEGY | {"tensor_parallel"},
     "data_parallel": _STRATEGY,
     "fsdp": _STRATEGY | {"data_parallel"},
     "tensor_parallel": _STRATEGY,
