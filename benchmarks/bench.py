@@ -184,6 +184,7 @@ RUNS = (
     ),
     Run("experts", ("experts.py",), ("--works", "exchange", "--rounds", "3")),
     Run("context", ("context.py",), ("--works", "exchange", "--rounds", "3")),
+    Run("losses", ("losses.py", "--works", "small", "wide"), ("--works", "small", "--rounds", "3")),
     Run(
         "compiled",
         (
