@@ -330,6 +330,8 @@ class PipelinedTrainable(Trainable):
         self._copies = dict(copies)
         self._tied = tied
         _watch(stages[0], guard)
+        for stage in stages:
+            stage.checks_outputs = self._chunked is None or not stage.is_last
         numbered = {stage.stage_index: stage.submod for stage in stages}
         last = numbered.pop(stages[0].num_stages - 1, module)
         self._sources = LossSources(last, numbered)

@@ -208,9 +208,9 @@ def in_chunks(
     )
     vars(layer)[_CHUNKED] = state
     # On the instances: names, state dict and classes do not change, and copies have their own.
-    layer.forward = functools.partial(_head, layer, state)
+    vars(layer)["forward"] = functools.partial(_head, layer, state)
     own = functools.partial(_model, model, forward, state, takes_labels)
-    model.forward = functools.update_wrapper(own, forward)
+    vars(model)["forward"] = functools.update_wrapper(own, forward)
     return model
 
 

@@ -22,9 +22,10 @@ are rows in their order, and add up in it, on every layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import (
@@ -192,7 +193,7 @@ class _LossOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: FunctionCtx,
+        ctx: Any,  # noqa: ANN401 - a node, which has no public type
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -236,34 +237,32 @@ class _LossOfChunks(torch.autograd.Function):
                 else:
                     of_weight.add_(x.t() @ rows)
         # No saved tensors: the backward writes to them, and hands each out once.
-        ctx.gradients = [of_hidden, of_weight, of_bias]  # pyrefly: ignore[missing-attribute]
-        ctx.dtypes = hidden.dtype, weight.dtype  # pyrefly: ignore[missing-attribute]
-        ctx.vocabulary = vocabulary  # pyrefly: ignore[missing-attribute]
+        ctx.gradients, ctx.vocabulary = [of_hidden, of_weight, of_bias], vocabulary
         return total
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
-        ctx: FunctionCtx, grad: torch.Tensor
+        ctx: Any,  # noqa: ANN401
+        grad: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         found: list[torch.Tensor | None] = [None] * 8
-        # A pipeline asks for the gradient of hidden states first, and later for the others.
-        for place, is_wanted in enumerate(ctx.needs_input_grad[:3]):  # pyrefly: ignore
+        vocabulary: Vocabulary = ctx.vocabulary
+        # A pipeline may ask for the gradient of hidden states first, and later for the others.
+        for place, is_wanted in enumerate(ctx.needs_input_grad[:3]):
             if not is_wanted:
                 continue
-            gradient = ctx.gradients[place]  # pyrefly: ignore[missing-attribute]
+            gradient: torch.Tensor | None = ctx.gradients[place]
             if gradient is None:
                 raise RuntimeError(
-                    f"{ctx.vocabulary.name}: a second backward through one loss: "  # pyrefly: ignore
-                    "its gradients were computed in the forward, and are given out once. Run the "
-                    "forward again in place of retain_graph=True"
+                    f"{vocabulary.name}: a second backward through one loss: its gradients were "
+                    "computed in the forward, and are handed out once. Run the forward again in "
+                    "place of retain_graph=True"
                 )
-            ctx.gradients[place] = None  # pyrefly: ignore[missing-attribute]
-            gradient.mul_(grad)
-            axis = ctx.vocabulary.axis  # pyrefly: ignore[missing-attribute]
-            if place == 0 and axis is not None:
-                gradient = start_sum(gradient, axis, f"{ctx.vocabulary.name} backward")()  # pyrefly: ignore
-            found[place] = gradient.to(ctx.dtypes[min(place, 1)])  # pyrefly: ignore
+            ctx.gradients[place] = None
+            found[place] = gradient.mul_(grad)  # autograd casts it to the dtype of the input
+            if place == 0 and vocabulary.axis is not None:
+                found[0] = start_sum(gradient, vocabulary.axis, f"{vocabulary.name} backward")()
         return tuple(found)
 
 
