@@ -37,7 +37,10 @@ Terms = tuple[torch.Tensor, torch.Tensor]
 """A sum of losses, and the count of its labels."""
 _CHUNKED = "_meshwright_chunked"
 _HEADS = ("lm_head", "head", "embed_out")
+_FORWARDS = (nn.Linear.forward, ColumnLinear.forward)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Keys of configs of Hugging Face that say how logits are bounded."""
 _LARGE = 100.0
 """The largest number of the row that shows what a model does with its logits."""
 
@@ -195,7 +198,7 @@ def in_chunks(
             "causal model: take linear_cross_entropy in its forward"
         )
     about = getattr(model, "config", None)
-    caps = (softcap, *(getattr(about, k, None) for k in ("final_logit_softcapping", _CAP)))
+    caps = (softcap, *(getattr(about, key, None) for key in _CAPS))
     state = ChunkedHead(
         LossOptions(
             ignore_index=ignore_index,
@@ -204,7 +207,7 @@ def in_chunks(
             softcap=next((cap for cap in caps if cap is not None), None),
             chunk=chunk,
         ),
-        scale=getattr(about, "logit_scale", 1.0) / getattr(about, "logits_scaling", 1.0),
+        scale=_number(about, "logit_scale") / _number(about, "logits_scaling"),
     )
     vars(layer)[_CHUNKED] = state
     # On the instances: names, state dict and classes do not change, and copies have their own.
@@ -223,6 +226,10 @@ def head_of(model: nn.Module) -> str | None:
         if part is given or (given is None and name.rpartition(".")[2] in _HEADS)
     ]
     return named[0] if len(named) == 1 else None
+
+
+def _number(about: object, key: str) -> float:
+    return getattr(about, key, None) or 1.0
 
 
 def chunked_heads(module: nn.Module) -> dict[str, ChunkedHead]:
@@ -292,7 +299,3 @@ def cross_entropy(
             logits, target = logits.flatten(0, -2), target.flatten()
         count = (target != IGNORED).sum()
     return functional.cross_entropy(logits, target, reduction="sum"), count
-
-
-_FORWARDS = (nn.Linear.forward, ColumnLinear.forward)
-_CAP = "logits_soft_cap"
