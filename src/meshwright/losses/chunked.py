@@ -53,7 +53,7 @@ class ChunkedOutput(NamedTuple):
     logits: None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # no slots: a compiler reads its attributes
 class ChunkedHead:
     """The head of one model, and its state during a forward."""
 
