@@ -202,6 +202,13 @@ def test_unequal_labels_raise_unless_they_are_weighed(ranks: Ranks) -> None:
             )
             global_mean(losses, (labels != -100).sum(), mesh).backward()
         check(one, many)
+        for parameter in many.layers.parameters():  # of a backbone, on which a head is trained
+            parameter.requires_grad_(False)
+        with (
+            pytest.raises(ValueError, match=r"axis cp: the parts of its ranks have"),
+            context_parallel(mesh, split="contiguous", **given),
+        ):
+            functional.cross_entropy(many(ids).flatten(0, 1), labels.flatten()).backward()
 
     ranks(2, run)
 
@@ -253,6 +260,16 @@ def test_attention_that_cannot_be_split_is_refused(ranks: Ranks) -> None:
         refuse(r"a 2-D mask of shape \(4, 4\) that covers only", attn_mask=torch.ones(4, 4).bool())
         refuse(r"attention dropout \(p = 0.1\), which cannot match", dropout_p=0.1)
         refuse("has a mask that is a tensor", "ring", attn_mask=torch.ones(8, 8).bool())
+        q = q.unsqueeze(1)
+        refuse(r"with \[\(1, 1, 4, 4, 4\), .* positions of queries, keys and values, expected 4")
+        q = q.squeeze(1)
+        with (
+            context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+            pytest.raises(
+                ValueError, match="axis cp: attention got 1 queries and 4 keys: expected"
+            ),
+        ):
+            functional.scaled_dot_product_attention(q[:, :, :1], q, q)
         with pytest.raises(ValueError, match="expected one of"):
             set_rotate_method("broadcast")
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):

@@ -163,7 +163,7 @@ def test_models_with_experts(ranks: Ranks, folder: str, axes: dict[str, int]) ->
 
 
 def test_a_model_that_attends_across_documents_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r'first in .*self_attn.*set documents = "none"'):
+    with pytest.raises(RanksFailed, match=r'documents are packed, .*documents = "none" in'):
         check(ranks, "gpt_oss", {"context": 2}, ContextPlan(), "packed")
 
 
@@ -187,5 +187,55 @@ def test_positions_that_a_model_counts_itself_are_refused(ranks: Ranks) -> None:
             found = model(input_ids=ids, position_ids=buffers[1], use_cache=True)
             with pytest.raises(ValueError, match=r"generate\(\) under axis cp: key and value"):
                 model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
+
+    ranks(2, run)
+
+
+def test_what_a_model_does_with_labels_and_documents_of_a_part_is_refused(ranks: Ranks) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model, ids = dense("llama"), torch.randint(3, WORDS, (2, 12))
+        anew = torch.cat([torch.arange(n) for n in (2, 4, 2, 4)]).repeat(2, 1)
+        plain, labels = torch.arange(12).repeat(2, 1), ids.roll(-1, 1)
+
+        def refused(match: str, documents: torch.Tensor | None = None, **given: Any) -> None:
+            buffers = [ids, labels, anew, plain]
+            with (
+                pytest.raises(ValueError, match=match),
+                context_parallel(
+                    mesh,
+                    buffers=buffers,
+                    buffer_seq_dims=[1] * 4,
+                    documents=documents,
+                    split="contiguous",
+                ),
+            ):
+                model(input_ids=ids, **given)
+
+        refused("the model shifts labels", position_ids=plain, labels=labels)
+        refused("position_ids begin anew where", position_ids=anew)
+        docs = anew.clone()
+        refused("documents are packed, which", docs, position_ids=anew, use_cache=True)
+        ones = torch.ones(2, 6, dtype=torch.int64)
+        refused("documents are packed, which", docs, position_ids=anew, attention_mask=ones)
+
+    ranks(2, run)
+
+
+def test_positions_that_are_given_may_begin_anew_on_a_part(ranks: Ranks) -> None:
+    """Those of rank 1 look as if the model had counted them; it keeps no documents apart."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model, ids = model_of("gpt_oss"), torch.randint(3, WORDS, (2, 12))
+        anew = torch.arange(6).repeat(2, 2)
+        with torch.no_grad():
+            whole = model(input_ids=ids, position_ids=anew).logits
+            with context_parallel(
+                mesh, buffers=[ids, anew], buffer_seq_dims=[1, 1], split="contiguous"
+            ):
+                part = model(input_ids=ids, position_ids=anew).logits
+        expected = whole.chunk(2, 1)[mesh.get_local_rank()]
+        torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-5)
 
     ranks(2, run)

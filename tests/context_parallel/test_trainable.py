@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from context_parallel.test_own_loop import Model, V
+from meshwright.comm import settle
 from meshwright.composition import parallelize
 from meshwright.context_parallel import positions
 from meshwright.errors import PlanError
@@ -214,6 +215,49 @@ def test_layers_that_mix_positions_are_refused_by_name(
     ranks(2, run)
 
 
+def named(output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target["labels"].flatten())
+
+
+def shifting(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return counted(output[:, :-1], target[:, 1:])
+
+
+def padding_aside(
+    output: torch.Tensor, target: torch.Tensor, padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = functional.cross_entropy(
+        output.flatten(0, 1), target.flatten(), ignore_index=padding, reduction="sum"
+    )
+    return losses, (target != padding).sum()
+
+
+def test_losses_that_shift_labels_are_refused(ranks: Ranks) -> None:
+    """But none that ignores a label of its own at the end of all rows."""
+
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        with raises_by_now(ValueError, match="as one that shifts labels itself"):
+            laid_out(model_of(), {"context": 2}, shifting, 12, {}, {}).step(ids, target)
+        target[:, 4:] = 0
+        laid_out(model_of(), {"context": 2}, padding_aside, 12, {}, {}).step(ids, target)
+        settle()
+
+    ranks(2, run)
+
+
+def test_parts_without_labels_count_nothing(ranks: Ranks) -> None:
+    def run() -> None:
+        ids, target = batches(12, 1, 0)[0]
+        target[:, :-1] = -100
+        for loss in (partial(padding_aside, padding=-100), mean):
+            expected = mean(model_of()(ids), target).item()
+            laid = laid_out(model_of(), {"context": 2}, loss, 12, {"split": "contiguous"}, {})
+            assert laid.eval(ids, target).loss.item() == pytest.approx(expected, rel=1e-6)
+
+    ranks(2, run)
+
+
 def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
     def run() -> None:
         laid = laid_out(model_of(), {"context": 2}, mean, 12, {}, {})
@@ -232,6 +276,8 @@ def test_batches_that_cannot_be_split_are_refused(ranks: Ranks) -> None:
         ignoring[:, :3] = -100
         with raises_by_now(ValueError, match=r"labels of -100; found \d+ on ranks \[0\]; \d+"):
             laid.step(ids, ignoring)
+        with raises_by_now(ValueError, match="the loss is a mean, so all microbatches of a step"):
+            laid_out(model_of(), {"context": 2}, named, 12, {}, {}).step(ids, {"labels": ignoring})
         laid.step(ids, target)
         narrow = copy.deepcopy(model_of())
         with pytest.raises(PlanError, match="pipeline"):

@@ -135,6 +135,8 @@ def draw_sequences(seed: int, world: int, draw: random.Random) -> Sequences:
             draw.choice(odd if draw.random() < 0.05 else USUAL) for _ in range(draw.randint(1, 3))
         ]
         heads = [draw.choice(HEADS) for _ in kinds]
+        if not axes and {*kinds} == {"feed forward"}:  # a block without attention trains nothing
+            kinds[0] = "causal"
         layers = [(kind, *each) for kind, each in zip(kinds, heads, strict=True)]
         if "expert" in axes or draw.random() < 0.15:
             layers.insert(draw.randint(0, len(layers)), ("mixture", 1, 1))

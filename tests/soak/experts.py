@@ -1,6 +1,6 @@
 """The example of experts on 4 ranks trains as one process: 300 steps of losses and imbalances.
 
-Run it as ``python tests/soak/experts.py [--steps 300] [--dtype float64]``.
+Run it as ``python tests/soak/experts.py [--steps 300] [--dtype float64] [--axes expert=4]``.
 In float32 rounding grows until a token goes to another expert; from before step 50 on, losses then
 differ by 1e-2. Exits with status 1 when losses differ by more than 1e-6 relative, when they do not
 fall, or when the report shows no imbalance.
@@ -29,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--axes", nargs="+", default=[], help="sizes other than the example's")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
@@ -37,6 +38,7 @@ def main() -> int:
             f"run.steps={options.steps}",
             "run.check_parity=false",
             f"precision.parameters={options.dtype}",
+            *(f"axes.{size}" for size in options.axes),
         ]
         words = [f"--{each}" for each in given]
         begun = time.monotonic()

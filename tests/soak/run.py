@@ -20,7 +20,7 @@ LAST = 12
 
 ON_DEVICES = (
     *("gradients", "tensor_parallel", "pipelining", "composition", "recipes"),
-    *("data_parallel", "expert_parallel", "fsdp"),
+    *("data_parallel", "expert_parallel", "context_parallel", "fsdp"),
 )
 """Rooms whose tests on ranks run on simulated devices."""
 
@@ -45,6 +45,9 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "16 and 32 ranks": ("tests/soak/crowd.py",),
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
         "300 steps of experts on 4 ranks as in one process": ("tests/soak/experts.py",),
+        "the same with parts of windows": (
+            *("tests/soak/experts.py", "--axes", "context=2", "expert=2"),
+        ),
     },
     "3": {"whole products, and cases of random numbers": ("-m", "pytest", "-m", "soak", "-n", "2")},
     "4": {

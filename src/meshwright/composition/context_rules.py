@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.streams import moved
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.context_parallel.attention import Attending, attending
 from meshwright.context_parallel.split import ContextSplit, document_lengths
-from meshwright.gradients import LocalLoss, terms_of
+from meshwright.gradients import IGNORED, LocalLoss, terms_of
 from meshwright.plan import ContextPlan, Plan
 from meshwright.randomness import DimPart, Draws
 from meshwright.settings import Problem
@@ -37,7 +37,7 @@ class BatchSplit:
 
     def part(self, value: Any) -> Any:  # noqa: ANN401 - nested as the user has it
         """Return this rank's part of a batch, a target or an output, nested alike."""
-        if isinstance(value, Mapping) and self.dims:
+        if isinstance(value, Mapping) and self.dims and {*self.dims} <= {*value}:
             return {
                 key: self._own(each, self.dims[key]) if key in self.dims else each
                 for key, each in value.items()
@@ -57,7 +57,10 @@ class BatchSplit:
     def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         state = self.state
         part = state.split.part(whole, state.axis.rank, dim)
-        return moved(part, state.axis.device) if whole is self.places else part
+        part = moved(part, state.axis.device) if whole is self.places else part
+        if part.dtype == torch.int64:
+            state.parts.append(part)
+        return part
 
     def of_rows(self, start: int, stop: int) -> BatchSplit:
         """How the rows from ``start`` up to ``stop`` are split, as a batch of their own."""
@@ -67,8 +70,39 @@ class BatchSplit:
             rows = rows[:1] if len({*rows}) == 1 else rows
         if padding is not None and len(padding) > 1:
             padding = padding[start:stop]
-        own = Attending(self.state.axis, ContextSplit(rows), self.state.method, padding)
+        state = self.state
+        own = Attending(state.axis, ContextSplit(rows), state.method, padding, state.parts)
         return BatchSplit(own, self.dims, self.places)
+
+    def watch_loss(self, output: object, target: object, late: LateNumbers) -> None:
+        """Refuse, in the backward, a loss that shifts labels inside of this rank's part.
+
+        It gives no last position a gradient, though the label of one counts elsewhere, so that it
+        is none that the loss ignores.
+        """
+        if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
+            return
+        shapes = [(x.shape[:2], x) for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        found = [x for shape, x in shapes if x.ndim == 3 and shape == target.shape]
+        if not found or not found[0].requires_grad:
+            return
+        axis = self.state.axis
+
+        def judge(numbers: list[float]) -> None:
+            if numbers[0]:
+                raise ValueError(
+                    f"axis {axis.axis}: the loss gives the last position of this rank's part no "
+                    "gradient, as one that shifts labels itself, whose next label is on another "
+                    "rank. Shift labels before: target = labels of the next tokens"
+                )
+
+        def look(gradient: torch.Tensor) -> None:
+            is_used, last = (gradient != 0).any(-1), target[:, -1]
+            is_unused = ~(is_used[:, -1] & (last != IGNORED)).any()
+            is_elsewhere = torch.isin(last, target.where(is_used, IGNORED - 1)).any()
+            late.look((is_unused & is_elsewhere).reshape(1), judge)
+
+        found[0].register_hook(look)
 
     @contextlib.contextmanager
     def attending(self, draws: Draws | None = None) -> Iterator[None]:
@@ -135,14 +169,13 @@ def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSp
 def over_parts(local: LocalLoss, target: object, axis: Communicator) -> LocalLoss:
     """Add up the loss of all parts of one batch. Collective; without gradients.
 
-    A mean weighs as many elements as the ``target`` of its part has.
+    A mean weighs as many elements as the ``target`` of its part has, and nothing without any.
     """
-    weight = local.count
-    if local.is_mean and isinstance(target, torch.Tensor):
-        weight = terms_of(target)
     sums = torch.zeros(2, dtype=torch.float64, device=axis.device)
-    sums[0] += local.total.detach() * (weight / local.count)
-    sums[1] += weight
+    sums[0] += local.total.detach()
+    sums[1] += terms_of(target) if local.is_mean else local.count
+    if local.is_mean:
+        sums[0] = torch.where(sums[1] > 0, sums[0] * sums[1], 0.0)
     axis.all_reduce(sums, label="loss of all parts").wait()
     return replace(local, total=sums[0], count=sums[1])
 
@@ -164,9 +197,16 @@ def context_split(
         found = first_mixing(model, batch, run)
         if found is not None:
             name, module, error = found
+            what = f"({type(module).__name__}; relative error {error:.2g})"
+            if not name:
+                yield (
+                    f"{text}, and all its modules agree: the model itself {what} computes over "
+                    "positions. Take a loss out of it: loss(output, target)"
+                )
+                return
             yield (
-                f"{text}, first in {name!r} ({type(module).__name__}; relative error "
-                f"{error:.2g}), which mixes positions without attention. {remedy}{across}"
+                f"{text}, first in {name!r} {what}, which mixes positions without attention. "
+                f"{remedy}{across}"
             )
 
     split = inside or AxisSplit(

@@ -530,6 +530,8 @@ class PipelinedTrainable(Trainable):
         goal = target if self._has_target else None
         if self._chunked is not None and self._chunked.terms is not None:
             output = self._chunked.finished(output)
+        if self._splits and self.steps == 0 and torch.is_grad_enabled():
+            self._splits[0].watch_loss(output, goal, self._late)
         local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1), goal)

@@ -318,7 +318,7 @@ class Trainable:
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
         if context is not None:
-            local = over_parts(local, target, context)
+            local = over_parts(local, batch if target is None else target, context)
         loss = local.total.float() / local.count
         return EvalResult(output=output, loss=loss, target=target)
 
@@ -426,6 +426,7 @@ class Trainable:
         """Run forward and backward of ``part``, whose first sample has number ``first``."""
         batch, target, size = part
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        split = None
         if self._peers.context is not None:
             split = split_batch(batch, self.plan.context, self._peers.context)
             batch, target = split.part(batch), split.part(target)
@@ -439,15 +440,19 @@ class Trainable:
         with phase("forward", step=self.steps + 1, computes=True), drawing(), around():
             chunked = self._chunked
             losing = contextlib.nullcontext() if chunked is None else chunked.expecting(target)
-            with self._autocast():
-                with losing:
-                    output = call_module(self.module, batch)
+            with self._autocast(), losing:
+                output = call_module(self.module, batch)
+                if split is not None and self.steps == 0:
+                    split.watch_loss(output, target, self._late)
                 local = apply_loss(self._loss, output, target, self._sources.look)
                 if self._is_balanced:
                     local = with_balance(local, self.module, self.plan.expert, self._peers.data)
-            # A model that computes its own loss does so from these labels.
-            labels = batch.get(LABELS) if target is None and isinstance(batch, Mapping) else target
-            window.add(local, size, labels)
+            terms = target
+            if target is None and split is not None:
+                terms = batch  # so that means over unlike parts are unlike
+            elif target is None and isinstance(batch, Mapping):
+                terms = batch.get(LABELS)  # of a model that computes its own loss
+            window.add(local, size, terms)
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.

@@ -164,7 +164,7 @@ class WholeRun:
                 try:
                     with split.computing():
                         outputs = self._forward(model, split.inputs)
-                except (ValueError, RuntimeError) as error:
+                except (ValueError, RuntimeError, TypeError, AttributeError) as error:
                     # Sizes may differ between ranks: agree before any rank continues.
                     where = f"{running[-1]!r} raised {error}" if running else f"{error}"
                     refused.append(f"{split.setting} cut a model that cannot run then: {where}")

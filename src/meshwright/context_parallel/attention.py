@@ -29,6 +29,7 @@ from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
 from meshwright.errors import InternalError
+from meshwright.torch_internals.tensors import storage_id
 from meshwright.torch_internals.tracing import not_traced
 
 Method = Literal["auto", "all-to-all", "ring"]
@@ -63,10 +64,12 @@ class Attending:
     method: Method = "auto"
     padding: Tensor | None = None
     """False for padding: (rows, length) of the whole, on the host, where rings are planned."""
+    parts: list[Tensor] = field(default_factory=list)
+    """This rank's parts of the batch: positions among them are true."""
     is_weighed: bool = False
     """True once `global_mean` has weighed a loss."""
     trains: bool = False
-    """True once attention had inputs with gradients."""
+    """True once attention was computed with gradients enabled."""
     traced: list[AttentionForm] | None = None
     """In a trace, its calls of attention so far: the graph has an operator with their numbers."""
     masks: dict[HeldMask, Any] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class Attending:
         if self.traced is not None:
             self.traced.append(form)
             return ATTENTION(*qkv, sinks, len(self.traced) - 1)
-        self.trains |= torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+        self.trains |= torch.is_grad_enabled()
         by_heads, label = self.method == "all-to-all", form.label
         if self.method == "auto":
             by_heads = heads_divide(qkv[0].shape[1], qkv[1].shape[1], self.axis.size)
@@ -118,6 +121,8 @@ class Attending:
         late = LateNumbers.known(POSITIONS)
         if given is None or given.ndim != 2 or self.traced is not None or late.coming:
             return
+        if storage_id(given) in map(storage_id, self.parts):
+            return
         rank, length = self.axis.rank, given.shape[1]
         counted = torch.arange(length, device="cpu")
         known = (self.split.positions(rank)[0], self.split.part(self.split.places(), rank)[0])
@@ -133,6 +138,32 @@ class Attending:
 
         is_counted = (given[0] == torch.arange(length, device=given.device)).all()
         late.look(is_counted.reshape(1), judge)
+
+    def check_documents(self, jumps: Tensor | None) -> None:
+        """Raise ValueError where transformers keeps other documents apart than the split has.
+
+        ``jumps``: how often positions have jumped so far, (rows, n), where it looks at these. A
+        device's are judged at the next `settle`.
+        """
+        split, late = self.split, LateNumbers.known(POSITIONS)
+        own = split.part(split.places(), self.axis.rank).diff(dim=1) != 1
+        if jumps is None and max(map(len, _ends_of(split))) > 1 and bool(own.any()):
+            raise ValueError(
+                f"axis {self.axis.axis}: documents are packed, which transformers keeps apart only "
+                "without attention_mask and with use_cache=False. Give it no mask and no cache, or "
+                'leave the documents together: documents = "none" in [context]'
+            )
+        if jumps is None or late.coming:
+            return
+
+        def judge(numbers: list[float]) -> None:
+            if numbers[0]:
+                raise ValueError(
+                    f"axis {self.axis.axis}: position_ids begin anew where the split knows no "
+                    "document: give context_parallel(documents=position_ids)"
+                )
+
+        late.look((jumps.diff(dim=1).bool() != moved(own, jumps.device)).any().reshape(1), judge)
 
     def refuse_dropout(self, p: float, label: str) -> None:
         """Raise ValueError for dropout inside of attention."""
@@ -261,10 +292,11 @@ def sdpa(
     state = now_attending()
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if state is None or not state.is_own(query, key):
-        if state is not None and is_causal:
+        if state is not None and (is_causal or state.is_own(key, key)):
             raise ValueError(
-                f"axis {state.axis.axis}: causal attention got {query.shape[-2]} queries and "
-                f"{key.shape[-2]} keys: expected this rank's part of the sequence for both"
+                f"axis {state.axis.axis}: {'causal ' if is_causal else ''}attention got "
+                f"{query.shape[-2]} queries and {key.shape[-2]} keys: expected this rank's part of "
+                "the sequence for both"
             )
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     label = "scaled_dot_product_attention"
@@ -354,6 +386,15 @@ def _no_mask(**given: object) -> None:
     """Make no mask, where the model has made none."""
 
 
+def _jumps_of(function: Callable[..., Any]) -> Tensor | None:
+    """Find in a mask function of transformers how often positions have jumped, if it looks."""
+    inside = inspect.getclosurevars(function).nonlocals
+    if isinstance(found := inside.get("packed_sequence_mask"), Tensor):
+        return found
+    parts = (*inside.get("mask_functions", ()), inside.get("mask_function"))
+    return next((found for f in parts if f and (found := _jumps_of(f)) is not None), None)
+
+
 def words_of(function: Callable[..., Any]) -> MaskWords | None:
     """Read a mask function of transformers; None for one that is not known.
 
@@ -394,19 +435,33 @@ def _patched_transformers() -> Iterator[None]:
         yield
         return
     attention, masks = modeling.AttentionInterface, masking.AttentionMaskInterface
+    losses, shifting = modeling.LOSS_MAPPING, modeling.LOSS_MAPPING["ForCausalLM"]
     known = {k: f for k, f in modeling.ALL_ATTENTION_FUNCTIONS.items() if k != "eager"}
     made = {**masking.ALL_MASK_ATTENTION_FUNCTIONS}
     for name in ("eager", *known):
         attention.register(name, _attention_like(known.get(name)))
     for name, make in made.items():
         masks.register(name, _mask_like(make))
+    losses["ForCausalLM"] = functools.partial(_loss_of_part, shifting)
     try:
         yield
     finally:
+        losses["ForCausalLM"] = shifting
         for name in ("eager", *known):
             attention.register(name, known.get(name, _eager))
         for name, make in made.items():
             masks.register(name, make)
+
+
+def _loss_of_part(own: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
+    """Compute a loss of transformers from labels that were shifted before the split."""
+    state = now_attending()
+    if state is not None and options.get("shift_labels") is None:
+        raise ValueError(
+            f"axis {state.axis.axis}: the model shifts labels, and the last label of a part is on "
+            "another rank. Give it shift_labels, which were shifted before the split"
+        )
+    return own(*given, **options)
 
 
 def _eager(module: nn.Module, *given: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -433,6 +488,8 @@ def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
                 "that is not known: expected a product of causal, sliding window, chunks, packed "
                 "documents and padding"
             )
+        if state.traced is None:
+            state.check_documents(_jumps_of(given["mask_function"]))
         padding = given.get("attention_mask")
         if padding is not None and state.padding is None and not bool(padding.all()):
             raise ValueError(
@@ -491,6 +548,9 @@ def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
             raise state.refuse_mask(held, label)
         sinks = options.get("s_aux")
         beyond = [key for key in ("softcap", "position_bias") if options.get(key) is not None]
+        bias = options.get("position_bias")
+        if isinstance(bias, Tensor) and bias.shape[-1] != state.split.length:
+            raise state.refuse_mask(bias, label)
         if state.traced is not None:
             if isinstance(options.get("position_bias"), Tensor):
                 raise state.refuse_mask(held, label)

@@ -86,7 +86,7 @@ def check_parts(
 ) -> None:
     """Refuse tensors that are not this rank's positions of ``split``."""
     own = sum(stop - start for start, stop in split.rows[0].parts[axis.rank])
-    found = [x.shape[2] for x in (q, k, v)]
+    found = [x.shape[2] if x.ndim == 4 else tuple(x.shape) for x in (q, k, v)]
     if split.ranks != axis.size or found != [own] * 3 or len(split.rows) not in (1, len(q)):
         raise ValueError(
             f"axis {axis.axis}: '{label}' on rank {axis.rank} of {axis.size} got {len(q)} rows "

@@ -114,7 +114,7 @@ def context_parallel(
         raise ValueError("context_parallel: labels is none of the buffers")
     _known().last[axis.ranks] = parted
     padding = None if attention_mask is None else (attention_mask.reshape(-1, length) != 0).cpu()
-    state = Attending(axis, parted, how, padding)
+    state = Attending(axis, parted, how, padding, given)
     kept = {id(each) for each in no_restore_buffers or ()}
     wholes = [each.detach() for each in given]
     try:

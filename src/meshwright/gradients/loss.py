@@ -133,16 +133,20 @@ def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, o
 
 
 def terms_of(target: object) -> int | torch.Tensor:
-    """Count the elements of a ``target`` that a mean is over: labels other than -100.
+    """Count the elements of a ``target``, nested as it is, that a mean is over: -100 is no label.
 
-    On a device a 0-dim tensor, for which no host waits. 0 for what is no tensor.
+    On a device a 0-dim tensor, for which no host waits. 0 for what has no tensor.
     """
-    if not isinstance(target, torch.Tensor):
-        return 0
-    if target.dtype != torch.int64 or is_dtensor(target):
-        return target.numel()
-    counted = (target != IGNORED).sum()
-    return int(counted) if is_host(target.device) else counted
+    terms: int | torch.Tensor = 0
+    for leaf in tree_leaves(target):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if leaf.dtype != torch.int64 or is_dtensor(leaf):
+            terms += leaf.numel()
+        else:
+            counted = (leaf != IGNORED).sum()
+            terms += int(counted) if is_host(leaf.device) else counted
+    return terms
 
 
 def apply_loss(
@@ -222,7 +226,8 @@ class LossWindow:
         """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
-        terms = terms_of(target) if loss.is_mean else 0
+        is_plain = isinstance(target, torch.Tensor) and target.is_floating_point()
+        terms = target.numel() if is_plain else terms_of(target) if loss.is_mean else 0
         self._sizes.append((size, terms))
         each = terms % _PRIME
         row = (loss.total, loss.count, size, each, each**2, 0.0 if loss.is_mean else 1.0)
