@@ -106,6 +106,7 @@ AIMS: dict[str, float] = {
         for backend in ("gloo", "shm")
         for arm in STEPS[1:]
     },
+    **{f"loss in chunks, {work}: ours over all logits, CPU": 1.1 for work in ("small", "wide")},
     "compiled gpt, shm: fully_shard compiled over eager, above plain's": 0.05,
     "first use, s: replicate more than ddp": 0.3,
 }
@@ -184,6 +185,7 @@ RUNS = (
     ),
     Run("experts", ("experts.py",), ("--works", "exchange", "--rounds", "3")),
     Run("context", ("context.py",), ("--works", "exchange", "--rounds", "3")),
+    Run("losses", ("losses.py", "--works", "small", "wide"), ("--works", "small", "--rounds", "3")),
     Run(
         "compiled",
         (

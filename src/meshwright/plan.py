@@ -148,6 +148,8 @@ class TrainPlan:
     """Seed of weights, dropout masks and the order of samples."""
     flat: bool = False
     """Give the optimizer, which must be element-wise, `flat_groups` of the parameters."""
+    loss_chunk: Annotated[int, AtLeast(1)] | None = None
+    """Rows of logits that exist at once, where the head computes cross entropy; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from meshwright.composition.laying_out import (
     equalize,
     is_drawn_in_parts,
     is_on_meta,
+    lose_in_chunks,
     moved_to,
     place,
     recompute_modules,
@@ -103,7 +104,11 @@ def parallelize(
     check_own_parameters(loss, model)
     peers = LayoutCommunicators.of(plan, everyone)
     given = GivenParameters(model)
+<<<<<<< HEAD
     origins = tuple(_origins(model, plan))
+=======
+    lose_in_chunks(model, plan)
+>>>>>>> losses
     if plan.axes.size("pipeline") > 1:
         return pipelined(model, plan, optimizer, loss, inputs, peers, given, origins)
     if not (is_empty and is_drawn_in_parts(plan)):

@@ -45,6 +45,7 @@ from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel import ExpertParallel
 from meshwright.gradients import check_optimizer
+from meshwright.losses.chunked import head_of, in_chunks
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
@@ -132,6 +133,16 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
     except ValueError as error:
         raise PlanError(f'[train] dropout = "global": {error}') from error
     return draws
+
+
+def lose_in_chunks(model: nn.Module, plan: Plan) -> None:
+    """Have the head of ``model`` compute the loss of a target, if the plan says so."""
+    if plan.train.loss_chunk is None:
+        return
+    try:
+        in_chunks(model, head_of(model) or "", chunk=plan.train.loss_chunk)
+    except ValueError as error:
+        raise PlanError(f"[train] loss_chunk = {plan.train.loss_chunk}: {error}") from error
 
 
 def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:

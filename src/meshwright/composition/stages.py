@@ -35,6 +35,7 @@ from meshwright.context_parallel.attention import (
     attending,
 )
 from meshwright.errors import InternalError, PlanError
+from meshwright.losses.chunked import chunked_heads
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import key_in_trace, refuse_hooks
@@ -157,7 +158,7 @@ def _traced(
         names = [name for name, _ in model.named_modules() if name]
         starts = _starts(model, plan, names, count)
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    names = {*tensor.styles, *experts}
+    names = {*tensor.styles, *experts, *chunked_heads(model)}
     traced = twin_of(model, tensor, experts) if names else model
     try:
         with tracing:

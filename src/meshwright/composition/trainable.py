@@ -53,6 +53,7 @@ from meshwright.gradients import (
     scale_to_norm,
     step_if,
 )
+from meshwright.losses.chunked import chunked_heads
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
@@ -133,6 +134,8 @@ class Trainable:
         self._peers = peers
         self._loss = loss
         self._sources = LossSources(module, {})
+        self._chunked = next(iter(chunked_heads(module).values()), None)
+        """The head that computes the loss of a target, if it does, and is on this rank."""
         self._window = LossWindow(peers.losses)
         self._calls = 0
         """The number of calls of `forward_backward`."""
@@ -439,7 +442,9 @@ class Trainable:
         if self._draws is not None:
             drawing = partial(self._draws.microbatch, first, range(first, first + size))
         with phase("forward", step=self.steps + 1, computes=True), drawing(), around():
-            with self._autocast():
+            chunked = self._chunked
+            losing = contextlib.nullcontext() if chunked is None else chunked.expecting(target)
+            with self._autocast(), losing:
                 output = call_module(self.module, batch)
                 if split is not None and self.steps == 0:
                     split.watch_loss(output, target, self._late)

@@ -39,6 +39,7 @@ from meshwright.gradients import (
     leaves_of,
     rounding_floor,
 )
+from meshwright.losses.chunked import chunked_heads
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import (
@@ -50,6 +51,7 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.trees import tree_leaves
 
 _LABEL = "compare with the whole model"
+_DIRECTIONS = ("forward", "backward")
 _PARTIAL = "partial gradients"
 """The label of sums that belong to no single module."""
 
@@ -248,8 +250,10 @@ class WholeRun:
             seeds = [_seed(mine) for mine in alike]
             with left_as_it_is(model):
                 _gradients(alike, seeds, dict(model.named_parameters()))
+        # A head that computes its loss in chunks gathers no logits in training.
+        left_out = {_PARTIAL, *(f"{n} {w}" for n in chunked_heads(model) for w in _DIRECTIONS)}
         sent = [
-            tuple(c for c in each if c.axis == split.axis.axis and c.label != _PARTIAL)
+            tuple(c for c in each if c.axis == split.axis.axis and c.label not in left_out)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
         return AxisTraffic(axis=split.axis, forward=sent[0], backward=sent[1])
