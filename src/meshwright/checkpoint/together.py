@@ -28,6 +28,9 @@ class Alone:
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
         return [payload]
 
+    def start_equal(self, payload: bytes, label: str) -> Callable[[], bytes]:
+        return lambda: payload
+
 
 Group = Communicator | Alone
 
@@ -38,6 +41,17 @@ def everyone() -> Group:
         return comm.communicator()
     except CommunicationError:
         return Alone()
+
+
+def told(error: Exception) -> dict[str, Any]:
+    """Return what the other ranks are told of ``error``."""
+    return {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "error": reason(error),
+        "advice": advice(error),
+        "claimed": isinstance(error, CheckpointClaimedError),
+    }
 
 
 def attempt(
@@ -61,14 +75,7 @@ def attempt(
             payload = _ANSWER + json.dumps(outcome[1]).encode()
         except Exception as error:
             outcome = error
-            told = {
-                "kind": type(error).__name__,
-                "text": str(error),
-                "error": reason(error),
-                "advice": advice(error),
-                "claimed": isinstance(error, CheckpointClaimedError),
-            }
-            payload = _ERROR + json.dumps(told).encode()
+            payload = _ERROR + json.dumps(told(error)).encode()
     rows = group.gather_bytes(payload, label=label)
     failed = {rank: json.loads(row[1:]) for rank, row in enumerate(rows) if row[:1] == _ERROR}
     if isinstance(outcome, Exception):
@@ -88,8 +95,8 @@ def together(
     outcome, failed = attempt(group, name, action, label=f"checkpoint of all ranks: {name}")
     if isinstance(outcome, Exception):
         raise outcome
-    for rank, told in failed.items():
-        kind = getattr(errors, told["kind"], CheckpointError)
+    for rank, row in failed.items():
+        kind = getattr(errors, row["kind"], CheckpointError)
         is_ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
-        raise (kind if is_ours else CheckpointError)(f"rank {rank}: {told['text']}")
+        raise (kind if is_ours else CheckpointError)(f"rank {rank}: {row['text']}")
     return outcome[0], [json.loads(row) for row in outcome[1]]
