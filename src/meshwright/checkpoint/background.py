@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ _Staged = tuple[list[Tensor], list[DeviceEvent]]
 _UNDER_WAY, _DONE, _FAILED = b"\0", b"\1", b"\2"
 
 
-class _OtherFailed(CheckpointError):
+class _OtherRankError(CheckpointError):
     """Rank 0 cannot commit, as another rank has failed."""
 
 
@@ -79,7 +80,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-
         self.has_warned = False
         """True when the log says that a save did not fit, and went on in the foreground."""
 
@@ -144,7 +144,8 @@ def begin(request: SaveRequest) -> PendingSave:
     If staging does not fit in the memory of a rank, all ranks save in the foreground. Raises as
     ``save_tensors``.
     """
-    pending = PendingSave(request)
+    # Without the tensors, which the loop may replace meanwhile, and their memory with them.
+    pending = PendingSave(replace(request, tensors={}))
     with ExitStack() as held, discarding(request):
         writes, torso, needs = prepare(request, held)
 
@@ -308,14 +309,14 @@ class PendingSave:
                     row = json.loads((torso / name).read_bytes())
                     rank = missing.pop(name)
                     if "failed" in row:
-                        raise _OtherFailed(f"rank {rank}: {row['failed']}")
+                        raise _OtherRankError(f"rank {rank}: {row['failed']}")
                     yield rank, row
             if here != before:
                 before, since = here, now
             limit = _LOST_AFTER if is_troubled else STORAGE_LIMIT
             if self._stops.wait(pause) or now - since > limit:
                 names = ", ".join(map(str, sorted(missing.values())))
-                raise _OtherFailed(f"rank {names} has not written its file")
+                raise _OtherRankError(f"rank {names} has not written its file")
             pause = min(1.5 * pause, 0.25)
 
     # ------------------------------------------------------------------ the main thread
@@ -324,7 +325,7 @@ class PendingSave:
         def action() -> tuple[None, JSON]:
             waits()
             # The rank that has failed raises its own error when the ranks compare their writes.
-            is_own = not isinstance(self._error, _OtherFailed)
+            is_own = not isinstance(self._error, _OtherRankError)
             if self._error is not None and (is_own or phase == "commit"):
                 raise self._error
             return None, None
