@@ -170,7 +170,8 @@ class Claim:
             if self.is_saving:
                 raise CheckpointClaimedError(
                     f"{self.folder} is being saved to by another thread of this process: save one "
-                    "checkpoint after the other, or choose another folder"
+                    "checkpoint after the other, call checkpoint.finish first, or choose another "
+                    "folder"
                 )
             self.is_saving = True
         try:

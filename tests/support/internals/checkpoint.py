@@ -13,6 +13,7 @@ __getattr__ = names_inside(
         "meshwright.checkpoint.manifest": "covers, from_bytes, to_bytes",
         "meshwright.checkpoint.pieces": "Held, assign, byte_views, describe, marked, torch_dtype",
         "meshwright.checkpoint.tensor_file": "DTYPES",
+        "meshwright.checkpoint.together": "Alone",
         "meshwright.checkpoint.training": "restoring",
         "meshwright.checkpoint.training.named_optimizer": "NamedOptimizer",
         "meshwright.checkpoint.training.wrapped": "ModelState, plain_names",
