@@ -114,7 +114,7 @@ def _arm(case: Kill) -> None:
         Communicator.gather_bytes = gathers
     else:
         storage = _SlowKilledStorage(at_operation=case.operation, at_byte=case.byte, really=True)
-        checkpoint.writing.Storage = lambda: storage
+        checkpoint.training.loops.Storage = lambda: storage
 
 
 def train() -> None:
@@ -123,10 +123,10 @@ def train() -> None:
     case = Kill(**json.loads(os.environ["SOAK_CASE"]))
     world = connect(backend="meshwright")
     is_victim = world.rank == case.victim
-    checkpoint.writing.Storage = _SlowStorage
+    checkpoint.training.loops.Storage = _SlowStorage
     made = parallelize(
         nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)),
-        Plan(axes=Axes.parse({case.axis: world.size})),
+        Plan(axes=Axes.of({case.axis: world.size})),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         loss=lambda output: output.square().mean(),
         example=torch.ones(2, 64),

@@ -8,8 +8,8 @@
 
 All ranks copy their tensors to staging memory at one moment between two steps. Then a thread on
 each writes its file, syncs it and reports it by a small file beside it. Rank 0's thread waits for
-these reports, commits, and removes what is too old. Threads send nothing: a collective would cross
-those of the training. What the ranks have to know of each other, they exchange in the main thread.
+these reports and commits. Threads send nothing: a collective would cross those of the training.
+What the ranks have to know of each other, they exchange in the main thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from meshwright import comm
 from meshwright.checkpoint.document import JSON
-from meshwright.checkpoint.storage import reason
+from meshwright.checkpoint.storage import advice, reason
 from meshwright.checkpoint.tensor_file import file_name
-from meshwright.checkpoint.together import STORAGE_LIMIT, told
+from meshwright.checkpoint.together import STORAGE_LIMIT
 from meshwright.checkpoint.writing import (
     SaveRequest,
     Writes,
@@ -43,7 +43,6 @@ from meshwright.checkpoint.writing import (
     discarding,
     prepare,
     report_name,
-    summary,
     tensors_of,
     write,
     write_file,
@@ -61,14 +60,11 @@ _log = logging.getLogger(__name__)
 _BLOCK = 64 * 2**20
 """Bytes of a block of staging memory; larger tensors have one each. Torch rounds pinned memory up
 to a power of two, so that one block for all could take twice what it holds."""
-_ALIGNED = 64
-_SHARE = 0.9
-"""The part of the free memory that staging may take."""
-_LOST_AFTER = 3.0
+_LOST_AFTER = 2.0
 """Seconds without a change of the files, after a rank has failed, in which the rest may come."""
+_UNDER_WAY, _DONE, _FAILED = b"\0", b"\1", b"\2"
 _Staged = tuple[list[Tensor], list[DeviceEvent]]
 """Copies, and the events after which they are complete."""
-_UNDER_WAY, _DONE, _FAILED = b"\0", b"\1", b"\2"
 
 
 class _OtherRankError(CheckpointError):
@@ -79,57 +75,43 @@ class Staging:
     """Host memory for the tensors of one save, kept from save to save."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self.has_warned = False
         """True when the log says that a save did not fit, and went on in the foreground."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
-
     def copied(self, tensors: Sequence[Tensor], free: Callable[[], float]) -> _Staged:
-        """Copy ``tensors``. ``free`` counts the bytes that this rank may still take.
-
-        Raises ``MemoryError`` if they do not fit.
-        """
-        filled: list[int] = []
+        """Copy ``tensors``. Raises ``MemoryError`` if that takes more new memory than ``free``."""
+        sizes: list[int] = []
         places: list[tuple[int, int]] = []
         for tensor in tensors:
-            if not filled or filled[-1] + tensor.nbytes > _BLOCK:
-                filled.append(0)
-            places.append((len(filled) - 1, filled[-1]))
-            filled[-1] += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+            if not sizes or sizes[-1] + tensor.nbytes > _BLOCK:
+                sizes.append(0)
+            places.append((len(sizes) - 1, sizes[-1]))
+            sizes[-1] += -(-tensor.nbytes // 64) * 64  # the largest item has 16 bytes
         devices = list(dict.fromkeys(t.device for t in tensors if not is_host(t.device)))
-        self._hold(filled, free, pins=bool(devices))
+        if [block.nbytes for block in self.blocks] != sizes:
+            self._take(sizes, free, pins=bool(devices))
         copies: list[Tensor] = []
         for tensor, (number, at) in zip(tensors, places, strict=True):
-            room = self._blocks[number][at : at + tensor.nbytes]
+            room = self.blocks[number][at : at + tensor.nbytes]
             copies.append(room.view(tensor.dtype).view(tensor.shape))
             # On a device this is queued behind what was, and before what changes the tensor next.
             copies[-1].copy_(tensor.detach(), non_blocking=True)
         return copies, [record(device) for device in devices]
 
-    def _hold(self, sizes: Sequence[int], free: Callable[[], float], *, pins: bool) -> None:
-        """Have blocks of at least ``sizes``."""
-        held = [block.nbytes for block in self._blocks]
-        if len(held) >= len(sizes) and all(a >= b for a, b in zip(held, sizes, strict=False)):
-            return
-        self._blocks.clear()
-        needed, left = sum(sizes), free()
+    def _take(self, sizes: Sequence[int], free: Callable[[], float], *, pins: bool) -> None:
+        self.blocks.clear()
+        needed, left = sum(sizes) / 2**20, free() / 2**20
         if needed > left:
-            raise MemoryError(
-                f"needs {needed / 2**20:,.0f} MiB of host memory, "
-                f"{max(left, 0) / 2**20:,.0f} MiB of it are free for that"
-            )
+            raise MemoryError(f"needs {needed:,.0f} MiB of host memory, {left:,.0f} MiB are free")
         try:
             for size in sizes:
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pins)
-                self._blocks.append(block)
-        except RuntimeError as error:
-            self._blocks.clear()
-            raise MemoryError(str(error).partition("\n")[0]) from error
-        kind = "pinned host" if pins else "host"
-        _log.info("saves in the background keep %.1f MiB of %s memory", needed / 2**20, kind)
+                self.blocks.append(block)
+        except RuntimeError as error:  # as torch raises it where memory cannot be had
+            self.blocks.clear()
+            raise MemoryError(reason(error)) from error
+        _log.info("saves in the background keep %.1f MiB of host memory", needed)
 
 
 @functools.cache
@@ -141,8 +123,7 @@ def staging() -> Staging:
 def begin(request: SaveRequest) -> PendingSave:
     """Describe, prepare and stage a save, and leave the rest to a thread; all ranks call this.
 
-    If staging does not fit in the memory of a rank, all ranks save in the foreground. Raises as
-    ``save_tensors``.
+    If staging does not fit in the memory of a rank, all ranks save in the foreground.
     """
     # Without the tensors, which the loop may replace meanwhile, and their memory with them.
     pending = PendingSave(replace(request, tensors={}))
@@ -151,8 +132,8 @@ def begin(request: SaveRequest) -> PendingSave:
 
         def free() -> float:
             # The ranks of a host ask at the same time, before any has taken its part.
-            here = sum(each["bytes"] for each in needs if each["host"] == place())
-            return _SHARE * memory_limit()[0] - here + needs[request.group.rank]["bytes"]
+            here = [each["bytes"] for each in needs if each["host"] == place()]
+            return 0.9 * memory_limit()[0] - sum(here) + needs[request.group.rank]["bytes"]
 
         def stage() -> tuple[_Staged | None, JSON]:
             try:
@@ -180,17 +161,15 @@ class PendingSave:
         self.path = request.target
         """The checkpoint, which gets this name when it is complete."""
         self.staged = 0
-        """Bytes of this rank's memory for staging, kept for the next save; 0 without."""
+        """Bytes of this rank's memory for staging; 0 for a save in the foreground."""
         self._request = request
-        self._wrote = threading.Event()
-        """Set when this rank's file is written, or has failed."""
-        self._thread: threading.Thread | None = None
-        self._held = ExitStack()
         self._monitor = PROCESS.monitor
+        self._held = ExitStack()
+        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         """Why this rank's thread has failed."""
-        self._stops = threading.Event()
-        """Set when the ranks have agreed that one has failed."""
+        self._wrote, self._stops = threading.Event(), threading.Event()
+        """Set when this rank's file is written, or has failed; when the ranks have agreed on it."""
         self._asked: Callable[[], bytes] | None = None
         """Reads how far all ranks were at the last step."""
         self._outcome: CheckpointWriteError | None = None
@@ -198,8 +177,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Check, without waiting, whether this rank sees that it is complete or has failed."""
-        is_working = self._thread is not None and self._thread.is_alive()
-        if self._is_over or is_working:
+        if self._is_over or self._thread is None or self._thread.is_alive():
             return self._is_over
         return self._error is not None or self.path.is_dir()
 
@@ -211,10 +189,9 @@ class PendingSave:
         if not self._is_over:
             if self._asked is not None:
                 self._asked()
-                self._asked = None
             try:
-                self._agree("write", self._wrote.wait)
-                self._agree("commit", self._join)
+                agree(self._request, "write", lambda: self._ended(self._wrote.wait))
+                agree(self._request, "commit", lambda: self._ended(self._join))
             except CheckpointWriteError as error:
                 self._outcome = error
             self.end()
@@ -232,109 +209,31 @@ class PendingSave:
             if _FAILED in states or set(states) == set(_DONE):
                 self.wait()
                 return
-        state = _UNDER_WAY
-        if self._thread is None or not self._thread.is_alive():
-            state = _DONE if self._error is None else _FAILED
+        state = _FAILED if self._error is not None else _DONE
+        if self._thread is not None and self._thread.is_alive():
+            state = _UNDER_WAY
         label = f"checkpoint step {self._request.step}: state"
         self._asked = self._request.group.start_equal(state, label)
 
     def leave(self) -> CheckpointWriteError | None:
-        """Wait before this process ends, without the others; returns the error of its thread."""
+        """Wait before this process ends, without the others; returns why it has failed here."""
         self._join()
         self.end()
-        if self._error is None:
+        if (error := self._error) is None:
             return None
-        failed = {self._request.group.rank: told(self._error)}
-        return CheckpointWriteError(summary(self._request, "background", failed))
-
-    # ------------------------------------------------------------------ the thread
+        text = f"checkpoint {self.path} was not saved: {reason(error)}; {advice(error)}"
+        return CheckpointWriteError(text)
 
     def start(self, writes: Writes, torso: Path, staged: _Staged, held: ExitStack) -> None:
-        """Write and commit in a thread. ``held`` is closed at its end, or when it has failed."""
+        """Write in a thread, which closes ``held`` when the checkpoint is complete."""
         self._held = held
-        self.staged = staging().nbytes
-        # A daemon: the end of the process waits for it at exit, where it can be told to stop.
+        self.staged = sum(block.nbytes for block in staging().blocks)
+        # A daemon: the process waits for it at exit, after it has left its run if that has failed.
         self._thread = threading.Thread(
             target=self._run, args=(writes, torso, staged), name="meshwright-save", daemon=True
         )
         self._thread.start()
         PROCESS.saving = self
-
-    def _run(self, writes: Writes, torso: Path, staged: _Staged) -> None:
-        request = self._request
-        rank, storage = request.group.rank, request.storage
-        try:
-            for event in staged[1]:
-                event.synchronize()
-            own = write(request, writes, torso, staged[0])
-            if writes.draft is None and own:
-                write_file(storage, torso / report_name(rank), json.dumps(own).encode(), [])
-            self._wrote.set()
-            if writes.draft is not None:
-                found = {rank: own}
-                for other, row in self._reports(writes, torso):
-                    found[other] = row
-                    storage.remove_file(torso / report_name(other))
-                commit(request, writes, found, torso)
-                self._held.close()
-        except Exception as error:  # it is raised in the main thread
-            self._error = error
-            if rank:
-                with suppress(OSError):  # on a full disk, what the report needs
-                    storage.remove_file(torso / file_name(rank))
-                with suppress(OSError):  # the ranks agree on it all the same, at the next step
-                    row = json.dumps({"failed": reason(error)}).encode()
-                    write_file(storage, torso / report_name(rank), row, [])
-        finally:
-            self._wrote.set()
-
-    def _reports(self, writes: Writes, torso: Path) -> Iterator[tuple[int, dict[str, int]]]:
-        """Yield the other ranks that write, each with its checksums, as they are there."""
-        assert writes.draft is not None
-        files = {piece.file for each in writes.draft.tensors.values() for piece in each.pieces}
-        ranks = range(1, self._request.group.size)
-        missing = {report_name(rank): rank for rank in ranks if file_name(rank) in files}
-        pause, before, since = 0.01, dict[str, int](), time.monotonic()
-        while missing:
-            # A run that has been left without having ended the save has failed, too.
-            is_troubled = self._monitor is not None and (
-                PROCESS.monitor is not self._monitor or self._monitor.trouble is not None
-            )
-            now, here = time.monotonic(), dict[str, int]()
-            with os.scandir(torso) as entries:
-                for entry in entries:
-                    here[entry.name] = entry.stat().st_size if is_troubled else 0
-            for name in here.keys() & missing.keys():
-                with suppress(ValueError):  # it is not complete yet
-                    row = json.loads((torso / name).read_bytes())
-                    rank = missing.pop(name)
-                    if "failed" in row:
-                        raise _OtherRankError(f"rank {rank}: {row['failed']}")
-                    yield rank, row
-            if here != before:
-                before, since = here, now
-            limit = _LOST_AFTER if is_troubled else STORAGE_LIMIT
-            if self._stops.wait(pause) or now - since > limit:
-                names = ", ".join(map(str, sorted(missing.values())))
-                raise _OtherRankError(f"rank {names} has not written its file")
-            pause = min(1.5 * pause, 0.25)
-
-    # ------------------------------------------------------------------ the main thread
-
-    def _agree(self, phase: str, waits: Callable[[], object]) -> None:
-        def action() -> tuple[None, JSON]:
-            waits()
-            # The rank that has failed raises its own error when the ranks compare their writes.
-            is_own = not isinstance(self._error, _OtherRankError)
-            if self._error is not None and (is_own or phase == "commit"):
-                raise self._error
-            return None, None
-
-        agree(self._request, phase, action)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
     def end(self) -> None:
         """End the thread; on rank 0 remove what is left of a failed save."""
@@ -347,6 +246,77 @@ class PendingSave:
             if self._error is not None and self._request.group.rank == 0:
                 discard(self._request)
 
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _ended(self, waits: Callable[[], object]) -> tuple[None, JSON]:
+        waits()
+        # The rank that has failed raises its own error, when the ranks compare their writes.
+        if self._error is not None and (
+            waits == self._join or not isinstance(self._error, _OtherRankError)
+        ):
+            raise self._error
+        return None, None
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self, writes: Writes, torso: Path, staged: _Staged) -> None:
+        request, rank = self._request, self._request.group.rank
+
+        def report(row: JSON) -> None:
+            path, data = torso / report_name(rank), json.dumps(row).encode()
+            write_file(request.storage, path, data, [])
+
+        try:
+            for event in staged[1]:
+                event.synchronize()
+            own = write(request, writes, torso, staged[0])
+            if rank and own:
+                report({**own})
+            self._wrote.set()
+            if writes.draft is not None:
+                checksums = {rank: own, **dict(self._reports(writes.draft.file_maps, torso))}
+                commit(request, writes, checksums, torso)
+                self._held.close()
+        except Exception as error:  # it is raised in the main thread
+            self._error = error
+            if rank:
+                # The ranks agree on it at the next step; this is for rank 0, if none comes.
+                with suppress(OSError):  # what it takes of a full disk may be what the report needs
+                    request.storage.remove_file(torso / file_name(rank))
+                with suppress(OSError):
+                    report({"failed": reason(error)})
+        finally:
+            self._wrote.set()
+
+    def _reports(self, files: Collection[str], torso: Path) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield the other ranks that write, each with its checksums, as they are there."""
+        ranks = range(1, self._request.group.size)
+        missing = {report_name(rank): rank for rank in ranks if file_name(rank) in files}
+        pause, before, since = 0.01, dict[str, int](), time.monotonic()
+        while missing:
+            # A run that has been left without having ended the save has failed, too.
+            is_troubled = self._monitor is not None and (
+                PROCESS.monitor is not self._monitor or self._monitor.trouble is not None
+            )
+            with os.scandir(torso) as entries:
+                here = {e.name: e.stat().st_size if is_troubled else 0 for e in entries}
+            for name in here.keys() & missing.keys():
+                with suppress(ValueError):  # it is not complete yet
+                    row, rank = json.loads((torso / name).read_bytes()), missing.pop(name)
+                    if "failed" in row:
+                        raise _OtherRankError(f"rank {rank}: {row['failed']}")
+                    self._request.storage.remove_file(torso / name)
+                    yield rank, row
+            if here != before:
+                before, since = here, time.monotonic()
+            limit = _LOST_AFTER if is_troubled else STORAGE_LIMIT
+            if missing and (self._stops.wait(pause) or time.monotonic() - since > limit):
+                names = ", ".join(map(str, sorted(missing.values())))
+                raise _OtherRankError(f"rank {names} has not written its file")
+            pause = min(1.5 * pause, 0.25)
+
 
 def finish() -> Path | None:
     """Wait until the save under way is complete, and return its path; None if there is none.
@@ -357,10 +327,11 @@ def finish() -> Path | None:
 
 
 def _leave_at_exit() -> None:
-    """Wait for the save under way in a process that has joined no run, or has left it."""
-    saving = None if comm.is_connected() else PROCESS.saving
-    if saving is not None and (error := saving.leave()) is not None:
-        end_process(error)
+    """Wait for the save under way in a process that is in no run."""
+    if PROCESS.saving is not None and not comm.is_connected():
+        error = PROCESS.saving.leave()
+        if error is not None:
+            end_process(error)
 
 
 atexit.register(_leave_at_exit)

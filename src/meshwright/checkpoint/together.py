@@ -43,17 +43,6 @@ def everyone() -> Group:
         return Alone()
 
 
-def told(error: Exception) -> dict[str, Any]:
-    """Return what the other ranks are told of ``error``."""
-    return {
-        "kind": type(error).__name__,
-        "text": str(error),
-        "error": reason(error),
-        "advice": advice(error),
-        "claimed": isinstance(error, CheckpointClaimedError),
-    }
-
-
 def attempt(
     group: Group,
     name: str,
@@ -75,7 +64,14 @@ def attempt(
             payload = _ANSWER + json.dumps(outcome[1]).encode()
         except Exception as error:
             outcome = error
-            payload = _ERROR + json.dumps(told(error)).encode()
+            told = {
+                "kind": type(error).__name__,
+                "text": str(error),
+                "error": reason(error),
+                "advice": advice(error),
+                "claimed": isinstance(error, CheckpointClaimedError),
+            }
+            payload = _ERROR + json.dumps(told).encode()
     rows = group.gather_bytes(payload, label=label)
     failed = {rank: json.loads(row[1:]) for rank, row in enumerate(rows) if row[:1] == _ERROR}
     if isinstance(outcome, Exception):
@@ -95,8 +91,8 @@ def together(
     outcome, failed = attempt(group, name, action, label=f"checkpoint of all ranks: {name}")
     if isinstance(outcome, Exception):
         raise outcome
-    for rank, row in failed.items():
-        kind = getattr(errors, row["kind"], CheckpointError)
+    for rank, told in failed.items():
+        kind = getattr(errors, told["kind"], CheckpointError)
         is_ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
-        raise (kind if is_ours else CheckpointError)(f"rank {rank}: {row['text']}")
+        raise (kind if is_ours else CheckpointError)(f"rank {rank}: {told['text']}")
     return outcome[0], [json.loads(row) for row in outcome[1]]

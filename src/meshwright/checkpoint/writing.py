@@ -99,34 +99,6 @@ class SaveRequest:
     group: Group
     storage: Storage
 
-    @classmethod
-    def of(
-        cls,
-        directory: str | os.PathLike[str],
-        tensors: Mapping[str, Tensor | ShardedPiece | ReadTensor],
-        metadata: Mapping[str, JSON],
-        *,
-        step: int,
-        group: Group,
-        keep_last: int | None,
-        alike: Collection[str] = (),
-        storage: Storage | None = None,
-    ) -> SaveRequest:
-        """Make it after all that is outstanding has been checked."""
-        settle()
-        target = step_directory(directory, step)
-        return cls(
-            target=target,
-            torso=torso_directory(target),
-            tensors=tensors,
-            metadata=metadata,
-            step=step,
-            alike=alike,
-            keep_last=keep_last,
-            group=group,
-            storage=storage if storage is not None else Storage(),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Writes:
@@ -165,18 +137,19 @@ def save_tensors(
     `claim`); earlier checkpoints are untouched. An existing checkpoint of the step is never
     overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
     """
-    return save_now(
-        SaveRequest.of(
-            directory,
-            tensors,
-            metadata,
-            step=step,
-            group=communicator if communicator is not None else Alone(),
-            keep_last=keep_last,
-            alike=alike,
-            storage=storage,
-        )
+    target = step_directory(directory, step)
+    request = SaveRequest(
+        target=target,
+        torso=torso_directory(target),
+        tensors=tensors,
+        metadata=metadata,
+        step=step,
+        alike=alike,
+        keep_last=keep_last,
+        group=communicator if communicator is not None else Alone(),
+        storage=storage if storage is not None else Storage(),
     )
+    return save_now(request)
 
 
 def save_now(request: SaveRequest) -> Path:
@@ -231,6 +204,7 @@ def prepare(request: SaveRequest, held: ExitStack) -> tuple[Writes, Path, list[A
 
     Rank 0 keeps the claim until ``held`` is closed.
     """
+    settle()
     own, rows = agree(request, "describe", lambda: _describe(request))
     writes, answers = agree(request, "prepare", lambda: _prepare(request, own, rows, held))
     needs = [json.loads(row) for row in answers]
@@ -472,7 +446,7 @@ def agree(
         raise failure
     if failed or isinstance(outcome, Exception):
         claimed = any(row["claimed"] for row in failed.values())
-        raise _kind(claimed)(summary(request, phase, failed)) from failure
+        raise _kind(claimed)(_summary(request, phase, failed)) from failure
     return outcome
 
 
@@ -480,8 +454,7 @@ def _kind(claimed: bool) -> type[CheckpointWriteError]:
     return CheckpointClaimedError if claimed else CheckpointWriteError
 
 
-def summary(request: SaveRequest, phase: str, failed: Mapping[int, Mapping[str, Any]]) -> str:
-    """Say in one line why nothing was saved; ``failed`` has what `told` returns, by rank."""
+def _summary(request: SaveRequest, phase: str, failed: Mapping[int, Mapping[str, Any]]) -> str:
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank, row in failed.items():
         ranks[str(row["error"])].append(rank)

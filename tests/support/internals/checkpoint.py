@@ -6,7 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.checkpoint.background": "PendingSave, begin, staging",
+        "meshwright.checkpoint.background": "PendingSave, Staging, begin, staging",
         "meshwright.checkpoint.claims": "Claim, FOLDERS, GRACE, Holder",
         "meshwright.checkpoint.document": "MAX_DOCUMENT_BYTES, canonical, check_json, seal, unseal",
         "meshwright.checkpoint.exchange.weights": "weights_of",

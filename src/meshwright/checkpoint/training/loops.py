@@ -35,7 +35,8 @@ from meshwright.checkpoint.manifest import MANIFEST_NAME
 from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
-from meshwright.checkpoint.steps import latest, step_directory
+from meshwright.checkpoint.steps import latest, step_directory, torso_directory
+from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.together import Group, everyone, together
 from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.restoring import (
@@ -201,14 +202,17 @@ def save(
         "forms": forms,
     }
     weights: ModelState | None = held.get("model")
-    request = SaveRequest.of(
-        folder,
-        pieces,
-        metadata,
+    target = step_directory(folder, step)
+    request = SaveRequest(
+        target=target,
+        torso=torso_directory(target),
+        tensors=pieces,
+        metadata=metadata,
         step=step,
-        group=group,
-        keep_last=keep_last,
         alike={f"{PREFIX}/model/{name}" for name in (weights.parameters if weights else ())},
+        keep_last=keep_last,
+        group=group,
+        storage=Storage(),
     )
     return begin(request) if background else save_now(request)
 

@@ -17,7 +17,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from meshwright.comm.groups.in_flight import Flights
@@ -56,19 +55,6 @@ class Outstanding(Protocol):
 
     def settle(self) -> None:
         """Wait for the answer, and raise the error that it means, if any."""
-
-
-class Saving(Protocol):
-    """A save that goes on in a thread of this process."""
-
-    def look(self) -> None:
-        """At the beginning of a step: raise on all ranks if it has failed on one."""
-
-    def wait(self) -> Path:
-        """Wait for it together with the other ranks. Raises on all ranks if it has failed."""
-
-    def leave(self) -> Exception | None:
-        """Wait for it without the other ranks; returns why it has failed on this one."""
 
 
 @dataclass(slots=True)
@@ -118,8 +104,8 @@ class ProcessState:
     """Compares every call with those of the other ranks; None unless requested."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """Deferred checks of values that a device had not computed yet, in the order recorded."""
-    saving: Saving | None = None
-    """The save that goes on in the background; at most one."""
+    saving: Any = None
+    """The save in the background, at most one, with methods ``look``, ``wait`` and ``leave``."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
     runs_met: Counter[str] = field(default_factory=Counter)
