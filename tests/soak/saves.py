@@ -163,7 +163,7 @@ def run_case(case: Kill, fleet: Fleet) -> tuple[str, list[str]]:
             agent=True,
             environment={"SOAK_FOLDER": str(folder), "SOAK_CASE": json.dumps(asdict(case))},
         )
-        fleet.wait(180)
+        fleet.wait(600)
         return _judged(case, ranks, folder)
     finally:
         fleet.clear()
