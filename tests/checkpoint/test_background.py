@@ -371,7 +371,7 @@ def body_steps(folder: Path, axis: str) -> None:
     for step in range(1, 5):
         made.step(torch.full((2, 8), float(step), dtype=torch.float64))
         weights[step] = {name: value.clone() for name, value in made.weights().items()}
-        checkpoint.save(folder, step, model=made, background=True)
+        assert checkpoint.save(folder, step, model=made, background=True).staged
     made.step(torch.ones(2, 8, dtype=torch.float64))
     checkpoint.finish()
     for step, expected in weights.items():
@@ -383,6 +383,11 @@ def body_steps(folder: Path, axis: str) -> None:
 @pytest.mark.parametrize("axis", ["shard", "replicate"])
 def test_training_goes_on_while_ranks_save(ranks: Ranks, tmp_path: Path, axis: str) -> None:
     ranks(2, body_steps, tmp_path, axis)
+
+
+@pytest.mark.devices("simulated")
+def test_training_goes_on_on_devices(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, body_steps, tmp_path, "shard")
 
 
 def body_fails_in_step(folder: Path) -> None:
@@ -455,11 +460,8 @@ class ReadingStorage(Storage):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_device_has_made_the_copies_before_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_a_device_has_made_the_copies_before_they_are_written(tmp_path: Path, waits: bool) -> None:
     staging.cache_clear()
-    monkeypatch.setattr(torch, "empty", pinned_empty(torch.empty))
 
     def save() -> None:
         with simulated() as device:
@@ -490,16 +492,6 @@ class Passed:
 
     def synchronize(self) -> None:
         pass
-
-
-def pinned_empty(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make pinned memory where this machine has none to give."""
-
-    def made(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
-        found = empty(*args, **kwargs)
-        return found.pin_memory() if pin_memory else found
-
-    return made
 
 
 # ------------------------------------------------------------------ many saves
