@@ -278,7 +278,7 @@ class PendingSave:
             self._wrote.set()
             if writes.draft is not None:
                 checksums = {rank: own, **dict(self._reports(writes.draft.file_maps, torso))}
-                commit(request, writes, checksums, torso)
+                commit(request, writes.draft, checksums, torso)
                 self._held.close()
         except Exception as error:  # it is raised in the main thread
             self._error = error

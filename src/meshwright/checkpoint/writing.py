@@ -220,7 +220,9 @@ def write_together(request: SaveRequest, writes: Writes, torso: Path) -> None:
     _, rows = agree(request, "write", write_own)
 
     def finish() -> tuple[None, JSON]:
-        commit(request, writes, dict(enumerate(map(json.loads, rows))), torso)
+        if writes.draft is not None:
+            checksums = dict(enumerate(map(json.loads, rows)))
+            commit(request, writes.draft, checksums, torso)
         return None, None
 
     agree(request, "commit", finish)
@@ -382,17 +384,15 @@ def write_file(
 
 
 def commit(
-    request: SaveRequest, writes: Writes, checksums: Mapping[int, Mapping[str, int]], torso: Path
+    request: SaveRequest, draft: Manifest, checksums: Mapping[int, Mapping[str, int]], torso: Path
 ) -> None:
     """On rank 0 make the torso a checkpoint, and remove older ones that are not to be kept.
 
     ``checksums`` are those of each rank's file, by key.
     """
-    if writes.draft is None:
-        return
     storage, target = request.storage, request.target
     found = {file_name(rank): row for rank, row in checksums.items()}
-    data = to_bytes(writes.draft, lambda piece: found[piece.file][piece.key])
+    data = to_bytes(draft, lambda piece: found[piece.file][piece.key])
     write_file(storage, torso / MANIFEST_NAME, data, [])
     with naming(torso):
         storage.sync_directory(torso)
