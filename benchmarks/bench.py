@@ -84,6 +84,7 @@ AIMS: dict[str, float] = {
     "checkpoint, 1,000 small tensors: load_into over a raw read": 4.0,
     "checkpoint, 200 MB: load over a raw read of new memory": 2.0,
     "checkpoint, 200 MB: load_into over a raw read": 2.0,
+    "checkpoint, 300 MB: a save in the background over a memory copy": 1.2,
     "checkpoint, 100,000 tensors: verify, s": 10.0,
     **{
         f"{what}, {units} units: {arm}, us": aim
@@ -203,6 +204,7 @@ RUNS = (
     ),
     Run("checkpoints over raw", ("checkpoint.py", "--raw"), ("--rounds", "3")),
     Run("checkpoints of many tensors", ("checkpoint.py",)),
+    Run("checkpoints in the background", ("checkpoint.py", "--background")),
     Run("first use", ("first_use.py", "--rounds", "3")),
 )
 

@@ -28,6 +28,7 @@ from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import Exchange, require_equal
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.composition.context_rules import LABELS, over_parts, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
@@ -204,6 +205,8 @@ class Trainable:
                 "forward_backward was called after the gradients of this step had been reduced: "
                 "pass is_last=False to all calls but the last, and call optimizer_step after it"
             )
+        if PROCESS.saving is not None:
+            PROCESS.saving.look()
         # Raises for the last step before its weights are used once more.
         if self._late.coming:
             self._late.settle()

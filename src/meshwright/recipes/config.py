@@ -187,6 +187,9 @@ class RunConfig:
     """Resume even if plan, text, optimizer or steps differ from those of the checkpoint."""
     save_every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0 means only at the end."""
+    save: Literal["background", "foreground"] = "background"
+    """background: train on while a checkpoint is written, from a copy of each rank's share of it in
+    host memory. foreground: wait, without the copy, as for the last checkpoint."""
     keep_last: Annotated[int, AtLeast(1)] = 3
     """Number of checkpoints to keep."""
     validate_every: Annotated[int, AtLeast(0)] = 0
