@@ -97,7 +97,7 @@ def parallelize(
             f"({type(optimizer).__name__}): pass "
             f"optimizer=lambda parameters: {type(optimizer).__name__}(parameters, ...)"
         )
-    inputs = _inputs(example)
+    inputs, plan = _inputs(example), plan.over(everyone.size)
     check_model(model, plan, everyone.size, None if example is None else inputs)
     _require_example(plan, example)
     is_empty = is_on_meta(model)
