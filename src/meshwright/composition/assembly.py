@@ -104,11 +104,8 @@ def parallelize(
     check_own_parameters(loss, model)
     peers = LayoutCommunicators.of(plan, everyone)
     given = GivenParameters(model)
-<<<<<<< HEAD
     origins = tuple(_origins(model, plan))
-=======
     lose_in_chunks(model, plan)
->>>>>>> losses
     if plan.axes.size("pipeline") > 1:
         return pipelined(model, plan, optimizer, loss, inputs, peers, given, origins)
     if not (is_empty and is_drawn_in_parts(plan)):

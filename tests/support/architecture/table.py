@@ -56,7 +56,7 @@ ROOM_LINES: dict[str, int] = {
     "cli": 856,
     "comm": 16078,
     "compiler": 1236,
-    "composition": 5836,
+    "composition": 5833,
     "context_parallel": 2063,
     "data": 432,
     "data_parallel": 16422,
