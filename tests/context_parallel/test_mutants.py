@@ -207,7 +207,7 @@ MUTANTS = {
     "documents_leak, plan": Mutant(
         plant=changed(context_rules, "document_lengths", of_one_document),
         seen_by=of_hugging_face("qwen3", "ring", "packed"),
-        sees=f"{REFUSED} 'model.layers.0.self_attn",
+        sees="position_ids begin anew where the split knows no document",
     ),
     "mask_dropped": Mutant(
         plant=changed(attention, "words_of", without_window),
