@@ -62,6 +62,17 @@ ALSO: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
     "muse_glimmer_assistant": {"target_layer_ids": [0, 1], "block_size": 4},
     "neomme": {"head_dim": 16, "embedding_dim": 16},
+    "phi4_multimodal": {
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": 28, "crop_size": 28},
+        },
+        "audio_config": {
+            **{"hidden_size": 16, "intermediate_size": 16, "num_blocks": 2},
+            **{"num_attention_heads": 2, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
+            **{"depthwise_separable_out_channel": 16, "bias_max_distance": 8},
+        },
+    },
 }
 """What a folder's configuration must have beside them."""
 
