@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from _figures import note, quartiles
@@ -80,9 +81,15 @@ def peak(work: Workload, arm: str) -> float:
     torch.set_num_threads(1)
     given = drawn(work)
     step(Workload(8, work.width, 8), arm, drawn(Workload(8, work.width)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_resident()
     step(work, arm, given)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return most_resident() - before
+
+
+def most_resident() -> float:
+    """MiB of the most memory of this process; ``ru_maxrss`` begins with that of its parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) / 1024  # pyrefly: ignore
 
 
 def seconds(work: Workload, arm: str, given: tuple[torch.Tensor, ...]) -> float:

@@ -16,20 +16,20 @@ from support.wheel import environment, run
 pytestmark = pytest.mark.slow
 
 
-def written(language: str) -> list[str]:
-    """The blocks of the page in ``language``."""
-    return [block.code for block in blocks("docs/tutorial.md") if block.language == language]
+def written(page: str, language: str) -> list[str]:
+    """The blocks of a page in ``language``."""
+    return [block.code for block in blocks(f"docs/{page}") if block.language == language]
 
 
-def commands() -> list[list[list[str]]]:
+def commands(page: str) -> list[list[list[str]]]:
     """The words of each command, block by block."""
-    return [[*lines(block)] for block in blocks("docs/tutorial.md") if block.language == "bash"]
+    return [[*lines(block)] for block in blocks(f"docs/{page}") if block.language == "bash"]
 
 
 def test_the_tutorial_is_followed_by_its_words(tmp_path: Path) -> None:
     environment(tmp_path)
-    one, several, sharded, planned, saved, resumed = written("python")[:6]
-    alone, on_four, afterwards = commands()[:3]
+    one, several, sharded, planned, saved, resumed = written("tutorial.md", "python")[:6]
+    alone, on_four, afterwards = commands("tutorial.md")[:3]
 
     def train(name: str, text: str) -> list[float]:
         """Save the file, start it as the page says, and read the losses that it prints."""
@@ -64,11 +64,15 @@ def test_the_tutorial_is_followed_by_its_words(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_trained_by_the_words_of_the_tutorial(tmp_path: Path) -> None:
     needs("transformers", "peft")
     environment(tmp_path)
-    made, *compared = written("python")[6:]
+    made, *compared = written("tutorial.md", "python")[6:]
     (tmp_path / "model.py").write_text(made)
     run("python", "model.py", cwd=tmp_path)
     for name, text, words, code in zip(
-        ("moe.toml", "lora.toml"), written("toml"), commands()[3:], compared, strict=True
+        ("moe.toml", "lora.toml"),
+        written("tutorial.md", "toml"),
+        commands("tutorial.md")[3:],
+        compared,
+        strict=True,
     ):
         (tmp_path / name).write_text(text)
         trained, resumed = words

@@ -34,7 +34,9 @@ def made(name: str) -> Any:
     kind, options = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, kind)
-    return model(model.config_class(**{**GROUPED, **options})).double().train()
+    config = model.config_class(**{**GROUPED, **options})
+    config._experts_implementation = "batched_mm"  # the default raises in float64
+    return model(config).double().train()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,9 +63,14 @@ def test_the_loss_is_the_models_own(name: str) -> None:
         output = model(input_ids=ids, **given)
         assert output.logits is None and output.loss is None
         total, count = output.loss_terms
-        torch.testing.assert_close(total / count, loss, rtol=1e-12, atol=0.0)
+        # Mixtral's auxiliary loss is in float32.
+        torch.testing.assert_close(
+            total / count, loss, rtol=1e-7 if name == "Mixtral" else 1e-12, atol=0.0
+        )
         found = torch.autograd.grad(total / count, used, allow_unused=True)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-8 if name == "Mixtral" else 1e-12
+        )
     again = model.eval()(input_ids=ids, labels=labels)
     torch.testing.assert_close(again.logits, plain.logits, rtol=1e-12, atol=1e-12)
     assert again.loss is not None and not hasattr(again, "loss_terms")
@@ -75,6 +82,12 @@ def words(size: int, generator: torch.Generator) -> torch.Tensor:
     for row in range(size):
         found[row, : row % 5] = -100
     return found
+
+
+def placed(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Words with their positions, which axis context splits."""
+    ids = torch.randint(3, WORDS, (size, LENGTH), generator=generator)
+    return {"input_ids": ids, "position_ids": torch.arange(LENGTH).expand(size, -1)}
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
@@ -110,12 +123,13 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 def test_a_plan_trains_as_one_process_with_all_logits(ranks: Ranks, name: str) -> None:
     kind, axes, tables = LAYOUTS[name]
     plan = Plan(axes=Axes.of(axes), train=TrainPlan(loss_chunk=7), **tables)
+    sample = replace(sample_of(kind), targets=words, loss=cross_entropy)  # pyrefly: ignore
     assert_same_training(
-        replace(sample_of(kind), targets=words, loss=cross_entropy),  # pyrefly: ignore
+        replace(sample, inputs=placed) if "context" in axes else sample,
         plan,
         world=plan.axes.world_size,
         batch_size=8,
-        tolerance=1e-9,
+        tolerance=1e-6,  # norms of Llama are in float32, and round what differs in the last bit
         ranks=ranks,
     )
 

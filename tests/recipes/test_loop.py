@@ -412,7 +412,7 @@ def test_the_save_under_way_is_shown(ranks: Ranks, tmp_path: Path, how: str) -> 
     lines, others = ranks(2, told_of_saves, tmp_path, how)
     folder = tmp_path / "run" / "checkpoints"
     saved = [f"step {step}: saved {folder / f'step_{step:08}'}" for step in (2, 4, 6)]
-    assert [line for line in lines if "saving" not in line] == saved and others == []
+    assert [line for line in lines if ": saved " in line] == saved and others == []
     begun = [line.partition(" in the background")[0] for line in lines if "saving" in line]
     expected = [f"step {step}: saving step_{step:08}" for step in (2, 4)]
     assert begun == (expected if how == "background" else []), "the last is in the foreground"

@@ -64,13 +64,22 @@ ALSO: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16, "embedding_dim": 16},
     "phi4_multimodal": {
         "vision_config": {
-            **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
-            **{"num_attention_heads": 2, "image_size": 28, "crop_size": 28},
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "crop_size": 28,
         },
         "audio_config": {
-            **{"hidden_size": 16, "intermediate_size": 16, "num_blocks": 2},
-            **{"num_attention_heads": 2, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
-            **{"depthwise_separable_out_channel": 16, "bias_max_distance": 8},
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "nemo_conv_channels": 16,
+            "depthwise_separable_out_channel": 16,
+            "bias_max_distance": 8,
         },
     },
 }

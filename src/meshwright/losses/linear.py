@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import (
@@ -241,13 +240,17 @@ class _LossOfChunks(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401
         grad: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         found: list[torch.Tensor | None] = [None] * 8
         vocabulary: Vocabulary = ctx.vocabulary
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{vocabulary.name}: a second derivative was asked for (create_graph=True), which "
+                "a loss in chunks does not have: compute the loss of all logits"
+            )
         # A pipeline may ask for the gradient of hidden states first, and later for the others.
         for place, is_wanted in enumerate(ctx.needs_input_grad[:3]):
             if not is_wanted:
