@@ -63,7 +63,7 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 681,
     "environment": 219,
     "errors": 150,
-    "expert_parallel": 1372,
+    "expert_parallel": 1373,
     "fsdp": 5685,
     "gradients": 1622,
     "integrations": 1214,
