@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from meshwright import checkpoint, comm
 from meshwright.expert_parallel import ExpertParallel, experts_of
 from meshwright.testing import Ranks
 from support.expert_parallel.samples import D, alike, expert_mesh, part
+from support.internals.axes import Axes
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -106,6 +108,29 @@ class Acting(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(super().forward(x))
+
+
+def body_of_load(folder: Path) -> None:
+    def laid() -> Any:
+        torch.manual_seed(0)
+        model = Listed(3).double()
+        experts_of(model)
+        plan = mw.Plan(axes=Axes.of({"replicate": 2}))
+        return mw.parallelize(model, plan, optimizer=torch.optim.Adam, loss=nn.MSELoss())
+
+    x = torch.ones(4, D, dtype=torch.float64)
+    trained, resumed = laid(), laid()
+    trained.step(x, 2 * x)
+    checkpoint.save(folder, 1, model=trained)
+    checkpoint.load(folder, model=resumed)
+    for each in (trained, resumed):
+        each.step(x, 2 * x)
+    for name, value in trained.weights().items():
+        assert torch.equal(resumed.weights()[name], value), name
+
+
+def test_a_trainable_with_a_list_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, body_of_load, tmp_path)
 
 
 def test_an_optimizer_of_the_list_trains_nothing_and_says_so() -> None:

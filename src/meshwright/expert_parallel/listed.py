@@ -106,6 +106,7 @@ def _unstack(module: ListedExperts, state: dict[str, Any], prefix: str, metadata
         state.update({f"{prefix}{i}.{name}": part[i] for name, part in parts.items()})
 
 
+@torch.no_grad()  # loaded values may be views of parameters that were written to
 def _stack(module: ListedExperts, state: dict[str, Any], prefix: str, *rest: object) -> None:
     for key, name in module.names.items():
         names = [f"{prefix}{i}.{name}" for i in range(module.num_experts)]

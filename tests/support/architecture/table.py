@@ -63,7 +63,7 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 648,
     "environment": 261,
     "errors": 150,
-    "expert_parallel": 1372,
+    "expert_parallel": 1373,
     "fsdp": 5685,
     "gradients": 1622,
     "integrations": 1214,
