@@ -120,7 +120,7 @@ wheel: $(READY)
 
 # Programs of others in their released versions, which ask for versions of what they share that differ from ours.
 # The packages named are those that tests/clients looks for.
-CLIENT_PACKAGES := transformers accelerate lightning peft torchao torchmetrics submitit 'ray[train]' torchtitan hatchling
+CLIENT_PACKAGES := transformers accelerate lightning peft torchao torchmetrics submitit 'ray[train]' torchtitan hatchling uv
 $(CLIENTS)/ready: pyproject.toml constraints-clients.txt $(READY)
 	$(BIN)/python -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints-clients.txt '$(TORCH)'

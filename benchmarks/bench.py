@@ -84,6 +84,7 @@ AIMS: dict[str, float] = {
     "checkpoint, 1,000 small tensors: load_into over a raw read": 4.0,
     "checkpoint, 200 MB: load over a raw read of new memory": 2.0,
     "checkpoint, 200 MB: load_into over a raw read": 2.0,
+    "checkpoint, 300 MB: a save in the background over a memory copy": 1.2,
     "checkpoint, 100,000 tensors: verify, s": 10.0,
     **{
         f"{what}, {units} units: {arm}, us": aim
@@ -106,6 +107,7 @@ AIMS: dict[str, float] = {
         for backend in ("gloo", "shm")
         for arm in STEPS[1:]
     },
+    **{f"loss in chunks, {work}: ours over all logits, CPU": 1.1 for work in ("small", "wide")},
     "compiled gpt, shm: fully_shard compiled over eager, above plain's": 0.05,
     "first use, s: replicate more than ddp": 0.3,
 }
@@ -184,6 +186,7 @@ RUNS = (
     ),
     Run("experts", ("experts.py",), ("--works", "exchange", "--rounds", "3")),
     Run("context", ("context.py",), ("--works", "exchange", "--rounds", "3")),
+    Run("losses", ("losses.py", "--works", "small", "wide"), ("--works", "small", "--rounds", "3")),
     Run(
         "compiled",
         (
@@ -201,6 +204,7 @@ RUNS = (
     ),
     Run("checkpoints over raw", ("checkpoint.py", "--raw"), ("--rounds", "3")),
     Run("checkpoints of many tensors", ("checkpoint.py",)),
+    Run("checkpoints in the background", ("checkpoint.py", "--background")),
     Run("first use", ("first_use.py", "--rounds", "3")),
 )
 

@@ -2,12 +2,16 @@
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --raw
+    python benchmarks/checkpoint.py --background
 
 Prints, for each number of tensors, seconds of CPU time and microseconds a tensor. Exits with status
 1 where a tensor among the most costs three times one among the fewest. With ``--raw`` it prints the
 times of 1,000 small tensors, and of 200 MB, over those of a bare write and fsync, or a bare read,
 of as many bytes, tensor by tensor: into memory that was used before, as a model's, or into new
-memory, all of which stays, as that of a dict does.
+memory, all of which stays, as that of a dict does. With ``--background`` it prints how long a save
+in the background holds up the loop, over one copy of the state into memory that was used before,
+and of the first save over one into new memory, for states of 0.3 and 1.2 GB: what a save costs
+beside the copy goes by the number of tensors. Exits with status 1 above 1.2 for the larger one.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +29,14 @@ from pathlib import Path
 import torch
 from _figures import note, quartiles
 
-from meshwright.checkpoint import load_into, load_tensors, save_tensors, verify
+from meshwright.checkpoint import (
+    finish,
+    load_into,
+    load_tensors,
+    save,
+    save_tensors,
+    verify,
+)
 
 COUNTS = (1_000, 10_000, 100_000)
 LIMIT = 3.0
@@ -83,6 +95,56 @@ def beside_raw(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, floa
     }
 
 
+STILL = 1.2
+"""How long the loop may stand still, over a memory copy of the state."""
+
+
+def measure_background(rounds: int) -> int:
+    """Print how long saves in the background hold up the loop; the exit status."""
+    _, large = (held_up(rounds, width) for width in (1024, 2048))
+    return int(large > STILL)
+
+
+def held_up(rounds: int, width: int) -> float:
+    """Print how long a save of linear layers holds up the loop; the copies that take as long."""
+    layers = [torch.nn.Linear(width, width) for _ in range(24)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, width)).sum().backward()
+    optimizer.step()
+    state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+    state = [*map(torch.Tensor.detach, model.parameters()), *state]
+    nbytes = sum(tensor.nbytes for tensor in state)
+    spent: dict[str, list[float]] = {"copy": [], "save": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds + 1):
+            begun = time.perf_counter()
+            copies = [torch.empty_like(tensor).copy_(tensor) for tensor in state]
+            if number:
+                begun = time.perf_counter()
+                for copy, tensor in zip(copies, state, strict=True):
+                    copy.copy_(tensor)
+            spent["copy"].append(time.perf_counter() - begun)
+            del copies
+            begun = time.perf_counter()
+            save(folder, number, model=model, optimizer=optimizer, keep_last=1, background=True)
+            spent["save"].append(time.perf_counter() - begun)
+            finish()  # what the thread does beside it is not counted
+    first, *over = (a / b for a, b in zip(spent["save"], spent["copy"], strict=True))
+    note(f"checkpoint, {nbytes / 1e6:.0f} MB: a save in the background over a memory copy", over)
+    low, middle, high = quartiles(over)
+    beside = [a - b for a, b in zip(spent["save"][1:], spent["copy"][1:], strict=True)]
+    each = 1e6 * statistics.median(beside) / len(state)
+    print(
+        f"{nbytes / 1e6:.0f} MB in {len(state)} tensors: a save in the background holds up the "
+        f"loop for {middle:.2f} ({low:.2f}..{high:.2f}) copies of {1e3 * min(spent['copy']):.0f} "
+        f"ms, {each:.0f} us a tensor beside the copy; the first one, for {first:.2f} copies into "
+        "new memory",
+        flush=True,
+    )
+    return middle
+
+
 OVER = {"save": "raw write", "load": "raw read of new memory", "load_into": "raw read"}
 
 
@@ -109,9 +171,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--raw", action="store_true")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.background:
+        return measure_background(options.rounds)
     if options.raw:
         measure_raw(options.rounds)
         return 0

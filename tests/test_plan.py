@@ -209,6 +209,55 @@ def test_json_has_every_key_and_refuses_other_documents() -> None:
         Plan.from_json('{"train": {"seed": 1, "seed": 2}}')
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("dp_replicate = 2", {"replicate": 2}),
+        ("dp_shard = 4", {"shard": 4}),
+        ("cp = 2", {"context": 2}),
+        ("tp = 2", {"tensor": 2}),
+        ("pp = 2", {"pipeline": 2}),
+        ("dp_shard = 4, ep = 2", {"shard": 2, "expert": 2}),
+        ("tp = 2, cp = 3, dp_shard = 8, ep = 4, pp = 5, dp_replicate = 7", None),
+    ],
+)
+def test_names_of_others_are_translated(theirs: str, ours: dict[str, int] | None) -> None:
+    plan = Plan.from_toml("[axes]\n" + theirs.replace(", ", "\n"))
+    every = {"pipeline": 5, "replicate": 7, "shard": 2, "context": 3, "expert": 4, "tensor": 2}
+    assert [*plan.axes.mapping().items()] == [*(ours or every).items()]
+    given = dict(word.split(" = ") for word in theirs.split(", "))
+    assert Plan(axes=Axes.of({name: int(size) for name, size in given.items()})) == plan
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("axes", "match"),
+    [
+        ("dp_shard = 3\nep = 2", "line 3: dp_shard = 3 is not divisible by ep = 2: ranks of ep"),
+        ("ep = 2", "dp_shard = 1 is not divisible by ep = 2"),
+        ("dp_shard = 0", "expected a size of at least 1 for axis 'dp_shard', found 0"),
+        ("tp = -1", "key 'tp' in .axes.: expected a number of at least 1, found -1"),
+        (
+            "dp_shard = 2\nshard = 2\ntp = 2",
+            "line 2: .axes. mixes dp_shard, tp with other names; use one family: dp_shard is shard "
+            "x expert, tp is tensor$",
+        ),
+    ],
+)
+def test_names_of_others_that_cannot_be_translated(axes: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        Plan.from_toml(f"[axes]\n{axes}")
+
+
+def test_shards_take_the_ranks_that_are_left() -> None:
+    plan = Plan.from_toml("[axes]\ndp_shard = -1\nep = 2\ntp = 2")
+    assert plan.over(16).axes.mapping() == {"shard": 4, "expert": 2, "tensor": 2}
+    assert plan.over(4).axes.size("shard") == 1
+    assert plan.over(16).over(8) == plan.over(16)
+    with pytest.raises(PlanError, match="dp_shard = -1: other axes have 4 ranks, which do not div"):
+        plan.over(6)
+
+
 def test_all_mistakes_of_a_text_come_at_once() -> None:
     text = """[axes]
 replicate = 0

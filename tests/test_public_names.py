@@ -150,6 +150,7 @@ DOCUMENTED = (
     "meshwright.context_parallel",
     "meshwright.expert_parallel",
     "meshwright.fsdp",
+    "meshwright.losses",
     "meshwright.mesh",
     "meshwright.pipelining",
     "meshwright.plan",

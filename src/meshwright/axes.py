@@ -30,6 +30,20 @@ SUM_AXES = (*DATA_AXES, "context")
 share, and each computes a part of every sequence."""
 
 
+OTHER_NAMES = {
+    "pp": "pipeline",
+    "dp_replicate": "replicate",
+    "dp_shard": "shard",
+    "cp": "context",
+    "ep": "expert",
+    "tp": "tensor",
+}
+"""Names of the axes in torchtitan and Accelerate, which a plan translates."""
+
+LEFT = -1
+"""The size of an axis shard that takes the ranks which other axes leave."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
     """Ordered axes and their sizes; the product of the sizes is the number of ranks.
@@ -53,13 +67,19 @@ class Axes:
         for name, size in zip(self.names, self.sizes, strict=True):
             if not name:
                 raise LayoutError(f"expected a name for each axis, found {self.names}")
-            if size < 1:
+            if size < 1 and (size != LEFT or name not in ("shard", "dp_shard")):
                 raise LayoutError(f"expected a size of at least 1 for axis {name!r}, found {size}")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, schema: object) -> dict[str, object]:
         sizes = {"type": "int", "ge": 1}
-        table = {"type": "dict", "keys_schema": {"type": "str"}, "values_schema": sizes}
+        either = {"type": "typed-dict-field", "schema": {"type": "int", "ge": LEFT}}
+        table = {
+            "type": "typed-dict",
+            "fields": {"dp_shard": {**either, "required": False}},
+            "extra_behavior": "allow",
+            "extras_schema": sizes,
+        }
         function = {"type": "no-info", "function": cls.of}
         return {"type": "function-after", "function": function, "schema": table}
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.errors import CommunicationError
@@ -217,3 +218,44 @@ def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+# ------------------------------------------------------------------ what the machine has left
+
+
+def memory_limit() -> tuple[int, str]:
+    """Return the bytes that a run may still use, and the limit (machine or control group)."""
+    for line in read_file(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            available, source = int(line.split()[1]) * 1024, "free on the machine"
+            break
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        source = "installed in the machine"
+    for folder in control_groups():
+        limit = read_file(folder / "memory.max") or read_file(folder / "memory.limit_in_bytes")
+        used = read_file(folder / "memory.current") or read_file(folder / "memory.usage_in_bytes")
+        # Files that the kernel has cached are counted as used, and given back when it is needed.
+        rows = map(str.split, read_file(folder / "memory.stat").splitlines())
+        cached = max((int(n) for name, n in rows if name.endswith("inactive_file")), default=0)
+        left = int(limit) - int(used) if limit.isdigit() and used.isdigit() else available
+        if left + cached < available:
+            available, source = left + cached, f"left in control group {folder}"
+    return available, source
+
+
+def control_groups() -> Iterator[Path]:
+    """Yield this process's control groups (version 1 and 2) and their parents, innermost first."""
+    root = Path("/sys/fs/cgroup")
+    for line in read_file(Path("/proc/self/cgroup")).splitlines():
+        number, controllers, path = line.split(":", 2)
+        mount = root if number == "0" else root / controllers
+        folder = mount / path.lstrip("/")
+        yield from (part for part in (folder, *folder.parents) if part.is_relative_to(mount))
+
+
+def read_file(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -20,12 +20,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from meshwright.axes import DATA_AXES, KNOWN_AXES, SUM_AXES, Axes
+from meshwright.axes import DATA_AXES, KNOWN_AXES, LEFT, OTHER_NAMES, SUM_AXES, Axes
 from meshwright.errors import PlanError
 from meshwright.precision import Precision
 from meshwright.settings import (
@@ -65,8 +65,9 @@ class PipelinePlan:
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv or dualpipev."""
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
-    split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """auto balances by cost, parameters by number; or name the first modules of later stages."""
+    split: Literal["auto", "parameters", "model"] | tuple[str, ...] = "auto"
+    """auto balances by cost, parameters by number, model between the modules of the plan that the
+    model carries; or name the first modules of later stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class TensorPlan:
     """``[tensor]``: which modules are split within a layer."""
 
     rules: str | Mapping[str, str] | None = field(default=None, hash=False)
-    """Name of a rule set, or a table of styles by pattern of module names."""
+    """Name of a rule set, or a table of styles by pattern of module names; model reads the plan
+    that the model carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,9 @@ class ContextPlan:
 class ExpertPlan:
     """``[expert]``: which modules hold experts, and how their load is balanced."""
 
-    modules: Literal["auto"] | tuple[str, ...] = "auto"
-    """auto finds modules of known kinds; or patterns of module names."""
+    modules: Literal["auto", "model"] | tuple[str, ...] = "auto"
+    """auto finds modules of known kinds, model reads the plan that the model carries; or patterns
+    of module names."""
     balance: Literal["global", "rank", "none"] | None = None
     """Statistics of the auxiliary loss: of all ranks, as in one process, or each rank's own; none
     adds no auxiliary loss. Required where the model has one."""
@@ -145,6 +148,8 @@ class TrainPlan:
     """Seed of weights, dropout masks and the order of samples."""
     flat: bool = False
     """Give the optimizer, which must be element-wise, `flat_groups` of the parameters."""
+    loss_chunk: Annotated[int, AtLeast(1)] | None = None
+    """Rows of logits that exist at once, where the head computes cross entropy; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +181,27 @@ class Plan:
             kind, found = unmarked(hint), getattr(self, item.name)
             if isinstance(kind, type) and not isinstance(found, kind):
                 raise TypeError(_table_of_another_type(item.name, kind, found))
+        object.__setattr__(self, "axes", _in_our_names(self.axes))
 
     def problems(self) -> Iterator[Problem]:
-        """Find axes that are not known."""
+        """Find axes that are not known, and names that cannot be translated."""
+        others = [name for name in self.axes.names if name in OTHER_NAMES]
+        if others and len(others) == len(self.axes.names):
+            size, experts = self.axes.size("dp_shard"), self.axes.size("ep")
+            yield Problem(
+                ("axes", "ep"),
+                f"dp_shard = {size} is not divisible by ep = {experts}: ranks of ep are among "
+                "those of dp_shard",
+            )
+        elif others:
+            meant = (f"{n} is {OTHER_NAMES[n]}" + " x expert" * (n == "dp_shard") for n in others)
+            yield Problem(
+                ("axes", others[0]),
+                f"[axes] mixes {', '.join(others)} with other names; use one family: "
+                f"{', '.join(meant)}",
+            )
         for name in self.axes.names:
-            if name not in KNOWN_AXES:
+            if name not in KNOWN_AXES and name not in others:
                 close = nearest(name, KNOWN_AXES)
                 known = f"known axes: {', '.join(KNOWN_AXES)}"
                 hint = f"did you mean '{close}'?" if close else known
@@ -220,6 +241,20 @@ class Plan:
         """Write one line of JSON with every key; ``from_json`` gives an equal plan."""
         return json.dumps(plain(self))
 
+    def over(self, world_size: int) -> Self:
+        """Return this plan with the ranks of ``dp_shard = -1``, those that other axes leave.
+
+        Raises ``PlanError`` where other axes do not divide ``world_size``.
+        """
+        sizes = self.axes.mapping()
+        if sizes.get("shard") != LEFT:
+            return self
+        others = -self.axes.world_size
+        if world_size % others:
+            text = f"dp_shard = -1: other axes have {_ranks(others)}, which do not divide the "
+            raise self.origin.error([Problem(("axes", "dp_shard"), f"{text}{_ranks(world_size)}")])
+        return replace(self, axes=Axes.of({**sizes, "shard": world_size // others}))
+
     @property
     def data_size(self) -> int:
         """Number of ranks that read different shares of a batch."""
@@ -252,6 +287,21 @@ class Plan:
             found += _pattern_problems(self, known)
         if found:
             raise self.origin.error(found)
+
+
+def _in_our_names(axes: Axes) -> Axes:
+    """Translate names of torchtitan, if all are, to ours in our order; others stay.
+
+    Its dp_shard counts the ranks that share experts, too.
+    """
+    size, experts = axes.size("dp_shard"), axes.size("ep")
+    shared = size != LEFT and size % experts
+    if not axes.names or not {*axes.names} <= {*OTHER_NAMES} or shared:
+        return axes
+    sizes = {ours: axes.size(name) for name, ours in OTHER_NAMES.items() if name in axes.names}
+    if "shard" in sizes:
+        sizes["shard"] = LEFT if size == LEFT else size // experts
+    return Axes.of(sizes)
 
 
 def _table_of_another_type(name: str, kind: type, found: object) -> str:

@@ -193,6 +193,23 @@ def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], confi
     assert error.count("\n") == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "[axes] dp_shard = -1 takes the ranks that are left: give --nproc"),
+        (["--nproc", "3"], "other axes have 2 ranks, which do not divide the 3 ranks"),
+        (["--nproc", "10"], "cannot be shared by 5 data ranks"),
+    ],
+)
+def test_shards_take_the_ranks_that_are_left(
+    capsys: pytest.CaptureFixture[str], config: Path, words: list[str], expected: str
+) -> None:
+    config.write_text(config.read_text().replace("replicate = 2", "dp_shard = -1\ntp = 2"))
+    status, error = told(capsys, "train", str(config), *words)
+    assert (status, error.count("\n")) == (2, 1)
+    assert expected in error
+
+
 def test_what_the_ranks_would_refuse_is_found_first(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:

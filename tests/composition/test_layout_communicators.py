@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.comm import Communicator, communicator
+from meshwright.composition import parallelize
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan
 from meshwright.testing import Ranks
@@ -94,3 +96,12 @@ def body(sizes: dict[str, int]) -> None:
 )
 def test_every_rank_has_its_groups_and_meshes(ranks: Ranks, sizes: dict[str, int]) -> None:
     ranks(1, body, sizes, connected=False)
+
+
+def test_shards_take_the_ranks_that_are_left(ranks: Ranks) -> None:
+    def run() -> None:
+        plan = Plan.from_toml("[axes]\ndp_replicate = 2\ndp_shard = -1")
+        laid = parallelize(nn.Linear(4, 4), plan, optimizer=None, loss=nn.functional.mse_loss)
+        assert laid.plan.axes.mapping() == {"replicate": 2, "shard": 2}
+
+    ranks(4, run)

@@ -397,6 +397,30 @@ def test_a_folder_that_does_not_fit_is_refused(
     assert words in message
 
 
+# ------------------------------------------------------------------------------------- saving
+
+
+def told_of_saves(folder: Path, how: str) -> list[str]:
+    lines: list[str] = []
+    run_tiny(folder, TWO, "run.save_every=2", f"run.save={how}", tell=lines.append)
+    return [line for line in lines if "sav" in line]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", ["background", "foreground"])
+def test_the_save_under_way_is_shown(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    lines, others = ranks(2, told_of_saves, tmp_path, how)
+    folder = tmp_path / "run" / "checkpoints"
+    saved = [f"step {step}: saved {folder / f'step_{step:08}'}" for step in (2, 4, 6)]
+    assert [line for line in lines if ": saved " in line] == saved and others == []
+    begun = [line.partition(" in the background")[0] for line in lines if "saving" in line]
+    expected = [f"step {step}: saving step_{step:08}" for step in (2, 4)]
+    assert begun == (expected if how == "background" else []), "the last is in the foreground"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step_{step:08}" for step in (2, 4, 6)
+    ]
+
+
 # ------------------------------------------------------------------------------------- disk full
 
 

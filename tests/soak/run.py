@@ -37,6 +37,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ranks killed and stopped inside of attention and of experts": (
             *("tests/soak/kills.py", "--inside"),
         ),
+        "ranks killed in each phase of a save in the background": ("tests/soak/saves.py",),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
         "1,000 groups, models made and deleted": ("tests/soak/lifetimes.py",),

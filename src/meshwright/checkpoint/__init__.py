@@ -18,6 +18,7 @@ Bottom-up:
     reading      verified reads
     steps        the folder of checkpoints
     writing      all of a checkpoint, or nothing
+    background   the same while the loop goes on
     nested       nested state as named tensors
     training     `save` and `load`: a training loop under any wrapper
     exchange     weights in other formats, and the contents of checkpoints
@@ -25,6 +26,7 @@ Bottom-up:
 
 from __future__ import annotations
 
+from meshwright.checkpoint.background import PendingSave, finish
 from meshwright.checkpoint.claims import release
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.exchange.contents import Contents, Difference, contents, differences
@@ -55,6 +57,7 @@ __all__ = [
     "Difference",
     "Loaded",
     "Manifest",
+    "PendingSave",
     "Piece",
     "ReadTensor",
     "Reader",
@@ -66,6 +69,7 @@ __all__ = [
     "contents",
     "differences",
     "export_weights",
+    "finish",
     "flatten",
     "import_weights",
     "latest",

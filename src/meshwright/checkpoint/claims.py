@@ -170,7 +170,8 @@ class Claim:
             if self.is_saving:
                 raise CheckpointClaimedError(
                     f"{self.folder} is being saved to by another thread of this process: save one "
-                    "checkpoint after the other, or choose another folder"
+                    "checkpoint after the other, call checkpoint.finish first, or choose another "
+                    "folder"
                 )
             self.is_saving = True
         try:
@@ -269,7 +270,10 @@ def hold(folder: Path, *, stays: bool) -> Claim:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether another process of this host has claimed ``folder``."""
+    """Whether a process of this host saves to ``folder``, or another one has claimed it."""
+    own = PROCESS.held.get(os.path.realpath(folder))
+    if own is not None and own.is_saving:
+        return True
     for path in (folder, folder / CLAIM_NAME):
         with contextlib.suppress(FileNotFoundError):
             if _holder_of_lock(path.stat()).pid not in (0, os.getpid()):

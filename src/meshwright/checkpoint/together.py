@@ -28,6 +28,9 @@ class Alone:
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
         return [payload]
 
+    def start_equal(self, payload: bytes, label: str) -> Callable[[], bytes]:
+        return lambda: payload
+
 
 Group = Communicator | Alone
 

@@ -21,8 +21,16 @@ import logging
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +66,7 @@ from meshwright.checkpoint.storage import Storage, advice, naming, reason
 from meshwright.checkpoint.tensor_file import OURS, FileMap, algorithm, file_map, file_name
 from meshwright.checkpoint.together import Alone, Group, attempt
 from meshwright.comm import Communicator, settle
+from meshwright.comm.failures.processes import place
 from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import (
     CheckpointClaimedError,
@@ -76,7 +85,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Request:
+class SaveRequest:
     """The arguments of a save on this rank."""
 
     target: Path
@@ -86,12 +95,13 @@ class _Request:
     metadata: Mapping[str, JSON]
     step: int
     alike: Collection[str]
+    keep_last: int | None
     group: Group
     storage: Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Writes:
+class Writes:
     """This rank's part of a save, and on rank 0 the manifest with checksums still zero."""
 
     own: Sequence[NamedPiece]
@@ -127,27 +137,27 @@ def save_tensors(
     `claim`); earlier checkpoints are untouched. An existing checkpoint of the step is never
     overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
     """
-    settle()
     target = step_directory(directory, step)
-    request = _Request(
+    request = SaveRequest(
         target=target,
         torso=torso_directory(target),
         tensors=tensors,
         metadata=metadata,
         step=step,
         alike=alike,
+        keep_last=keep_last,
         group=communicator if communicator is not None else Alone(),
         storage=storage if storage is not None else Storage(),
     )
-    own, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
-    with ExitStack() as held:
-        _save_all(request, own, rows, held)
-        if request.group.rank == 0 and keep_last is not None:
-            try:
-                prune(target, keep_last, request.storage)
-            except (OSError, CheckpointError) as error:
-                _log.warning("checkpoints older than %s could not be removed: %s", target, error)
-    return target
+    return save_now(request)
+
+
+def save_now(request: SaveRequest) -> Path:
+    """Take all four steps; returns the checkpoint."""
+    with ExitStack() as held, discarding(request):
+        writes, torso, _ = prepare(request, held)
+        write_together(request, writes, torso)
+    return request.target
 
 
 def claim(directory: str | os.PathLike[str], *, communicator: Communicator | None = None) -> None:
@@ -178,22 +188,48 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
 # ------------------------------------------------------------------ the four steps
 
 
-def _save_all(
-    request: _Request, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
-) -> None:
-    """Prepare, write and commit; rank 0 keeps the claim until ``held`` is closed."""
+@contextmanager
+def discarding(request: SaveRequest) -> Generator[None, None, None]:
+    """Have rank 0 remove the torso when the block raises."""
     try:
-        writes, names = _agree(request, "prepare", lambda: _prepare(request, own, rows, held))
-        torso = request.target.with_name(str(json.loads(names[0])))
-        _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
-        _agree(request, "commit", lambda: _commit(request, writes, checksums, torso))
+        yield
     except BaseException:
         if request.group.rank == 0:
-            _discard(request)
+            discard(request)
         raise
 
 
-def _describe(request: _Request, keep_last: int | None) -> tuple[list[Held], JSON]:
+def prepare(request: SaveRequest, held: ExitStack) -> tuple[Writes, Path, list[Any]]:
+    """Take the first two steps; returns this rank's part, the torso, and the needs of all ranks.
+
+    Rank 0 keeps the claim until ``held`` is closed.
+    """
+    settle()
+    own, rows = agree(request, "describe", lambda: _describe(request))
+    writes, answers = agree(request, "prepare", lambda: _prepare(request, own, rows, held))
+    needs = [json.loads(row) for row in answers]
+    return writes, request.target.with_name(needs[0]["torso"]), needs
+
+
+def write_together(request: SaveRequest, writes: Writes, torso: Path) -> None:
+    """Take the last two steps, all ranks together."""
+
+    def write_own() -> tuple[None, JSON]:
+        return None, {**write(request, writes, torso, tensors_of(request, writes))}
+
+    _, rows = agree(request, "write", write_own)
+
+    def finish() -> tuple[None, JSON]:
+        if writes.draft is not None:
+            checksums = dict(enumerate(map(json.loads, rows)))
+            commit(request, writes.draft, checksums, torso)
+        return None, None
+
+    agree(request, "commit", finish)
+
+
+def _describe(request: SaveRequest) -> tuple[list[Held], JSON]:
+    keep_last = request.keep_last
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be an integer of at least 1 or None, found {keep_last!r}")
     metadata = dict(request.metadata)
@@ -209,11 +245,12 @@ def _describe(request: _Request, keep_last: int | None) -> tuple[list[Held], JSO
 
 
 def _prepare(
-    request: _Request, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
-) -> tuple[_Writes, JSON]:
+    request: SaveRequest, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
+) -> tuple[Writes, JSON]:
     writes = _plan(request, own, rows)
+    needs: dict[str, JSON] = {"host": place(), "bytes": writes.at.size if writes.own else 0}
     if writes.draft is None:
-        return writes, None
+        return writes, needs
     storage, target = request.storage, request.target
     storage.make_directories(target.parent)
     held.enter_context(claims.hold(target.parent, stays=comm.is_connected()).saving())
@@ -233,10 +270,10 @@ def _prepare(
         text = f"needs {_size(needed)}, {_size(free)} free"
         raise OSError(errno.ENOSPC, text, str(target.parent))
     storage.make_directory(request.torso)
-    return writes, request.torso.name
+    return writes, {"torso": request.torso.name, **needs}
 
 
-def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Writes:
+def _plan(request: SaveRequest, own: Sequence[Held], rows: Sequence[bytes]) -> Writes:
     """Assign pieces to ranks. Rank 0 checks the full manifest; the others plan their own file.
 
     Raises ``ValueError`` unless the ranks agree and cover every tensor.
@@ -281,30 +318,38 @@ def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Wri
     else:
         entries = ((piece.key, known[name].dtype, piece.box.shape) for name, piece in mine)
         at = file_map(file_name(rank), request.step, entries)
-    return _Writes(own=mine, at=at, draft=draft)
+    return Writes(own=mine, at=at, draft=draft)
 
 
-def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]:
-    """Write this rank's file, if it has one; returns the checksum of each key."""
-    if not writes.own:
-        return None, {}
+def tensors_of(request: SaveRequest, writes: Writes) -> Iterator[Tensor]:
+    """Yield the tensors of this rank's file, in its order."""
     boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
-    at, cut = writes.at, dict[str, Mapping[Box, Tensor]]()
-
-    def tensor_of(name: str, box: Box) -> Tensor:
+    cut = dict[str, Mapping[Box, Tensor]]()
+    for key in writes.at.spans if writes.own else ():
+        name, box = boxes[key]
         value = request.tensors[name]
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, ReadTensor):
-            return value.checked()
-        if name not in cut:
-            cut[name] = dict(parts(value))
-        return cut[name][box]
+        if isinstance(value, ShardedPiece):
+            if name not in cut:
+                cut[name] = dict(parts(value))
+            yield cut[name][box]
+        else:
+            yield value.checked() if isinstance(value, ReadTensor) else value
 
-    views = byte_views(tensor_of(*boxes[key]) for key in at.spans)
+
+def write(
+    request: SaveRequest, writes: Writes, torso: Path, tensors: Iterable[Tensor]
+) -> dict[str, int]:
+    """Write ``tensors`` as this rank's file, if it has one; returns the checksum of each key."""
+    if not writes.own:
+        return {}
     path = torso / file_name(request.group.rank)
-    checksums = write_file(request.storage, path, at.header, views)
-    return None, dict(zip(at.spans, checksums, strict=True))
+    checksums = write_file(request.storage, path, writes.at.header, byte_views(tensors))
+    return dict(zip(writes.at.spans, checksums, strict=True))
+
+
+def report_name(rank: int) -> str:
+    """The file in which a rank that writes in the background says that its file is written."""
+    return f"rank_{rank:05d}.json"
 
 
 def write_file(
@@ -338,16 +383,16 @@ def write_file(
     return checksums
 
 
-def _commit(
-    request: _Request, writes: _Writes, checksums: Sequence[bytes], torso: Path
-) -> tuple[None, JSON]:
-    if writes.draft is None:
-        return None, None
+def commit(
+    request: SaveRequest, draft: Manifest, checksums: Mapping[int, Mapping[str, int]], torso: Path
+) -> None:
+    """On rank 0 make the torso a checkpoint, and remove older ones that are not to be kept.
+
+    ``checksums`` are those of each rank's file, by key.
+    """
     storage, target = request.storage, request.target
-    found: dict[str, dict[str, int]] = {
-        file_name(rank): json.loads(row) for rank, row in enumerate(checksums)
-    }
-    data = to_bytes(writes.draft, lambda piece: found[piece.file][piece.key])
+    found = {file_name(rank): row for rank, row in checksums.items()}
+    data = to_bytes(draft, lambda piece: found[piece.file][piece.key])
     write_file(storage, torso / MANIFEST_NAME, data, [])
     with naming(torso):
         storage.sync_directory(torso)
@@ -360,14 +405,19 @@ def _commit(
     except OSError as error:
         text = f"{error.strerror}: complete, but its name may not survive a loss of power"
         raise OSError(error.errno, text, str(target)) from error
-    return None, None
+    if request.keep_last is not None:
+        try:
+            prune(target, request.keep_last, storage)
+        except (OSError, CheckpointError) as error:
+            _log.warning("checkpoints older than %s could not be removed: %s", target, error)
 
 
-def _discard(request: _Request) -> None:
+def discard(request: SaveRequest) -> None:
     """Remove the torso by its possible file names, which needs no file descriptor."""
     if not os.path.lexists(request.torso):
         return  # a read-only file system would raise even for missing files
-    names = [file_name(rank) for rank in range(request.group.size)]
+    ranks = range(request.group.size)
+    names = [name(rank) for rank in ranks for name in (file_name, report_name)]
     try:
         for name in [*names, MANIFEST_NAME]:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -385,8 +435,8 @@ def _discard(request: _Request) -> None:
 # ------------------------------------------------------------------ failing together
 
 
-def _agree(
-    request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
+def agree(
+    request: SaveRequest, phase: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[bytes]]:
     """Run one step on every rank; returns its own result and those of all, or raises on all."""
     label, step = f"checkpoint step {request.step}: {phase}", request.step
@@ -404,7 +454,7 @@ def _kind(claimed: bool) -> type[CheckpointWriteError]:
     return CheckpointClaimedError if claimed else CheckpointWriteError
 
 
-def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, Any]]) -> str:
+def _summary(request: SaveRequest, phase: str, failed: Mapping[int, Mapping[str, Any]]) -> str:
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank, row in failed.items():
         ranks[str(row["error"])].append(rank)

@@ -85,6 +85,11 @@ class TrainCommand:
         ranks = self.nproc or config.plan.axes.world_size
         if is_launched():
             ranks = cluster().size
+        if ranks < 1:
+            raise PlanError("[axes] dp_shard = -1 takes the ranks that are left: give --nproc")
+        if (axes := config.plan.over(ranks).axes) != config.plan.axes:
+            overrides.append(f"axes.dp_shard={axes.size('shard') * axes.size('expert')}")
+            config = read_config(self.config, overrides)
         if _UNDER_LAUNCHER not in os.environ:
             _check(config, ranks)
         if is_launched() or ranks == 1:

@@ -39,7 +39,13 @@ from meshwright.comm.memory.heap import keep_freed
 from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import Clock, is_host
 from meshwright.environment import is_set
-from meshwright.errors import CommunicationError, LayoutError, RankFailedError, warn
+from meshwright.errors import (
+    CheckpointWriteError,
+    CommunicationError,
+    LayoutError,
+    RankFailedError,
+    warn,
+)
 from meshwright.torch_internals.distributed import (
     abort_together,
     backend_of,
@@ -228,6 +234,9 @@ def disconnect() -> None:
             PROCESS.communicators.clear()
             if not aborted:  # to destroy them would wait for c10d's watch over them
                 dist.destroy_process_group()
+        # Of a run that has failed. Only now: the others have been told before this takes its time.
+        if PROCESS.saving is not None and (error := PROCESS.saving.leave()) is not None:
+            _log.error("%s", error)
         PROCESS.release()
         # Works and futures that are in reference cycles own transport threads; they must end before
         # the interpreter does, or the C++ runtime aborts the process.
@@ -235,7 +244,7 @@ def disconnect() -> None:
 
 
 def _settle_at_the_end() -> None:
-    """Run the outstanding deferred checks, unless this rank has failed."""
+    """Run the outstanding deferred checks, unless this rank has failed; end a save under way."""
     monitor = PROCESS.monitor
     try:
         if monitor is not None and sys.exc_info()[1] is None:
@@ -243,6 +252,8 @@ def _settle_at_the_end() -> None:
                 PROCESS.refuse()
             if not monitor.has_raised:
                 settle()
+                if PROCESS.saving is not None:
+                    PROCESS.saving.wait()
                 if PROCESS.checks is not None:
                     PROCESS.checks.finish()
     finally:
@@ -253,7 +264,7 @@ def _leave_at_exit() -> None:
     """Leave the run when the interpreter exits; with status 1 if another rank was lost."""
     try:
         disconnect()
-    except RankFailedError as error:
+    except (RankFailedError, CheckpointWriteError) as error:
         membership.end_process(error)
 
 

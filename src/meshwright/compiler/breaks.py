@@ -21,7 +21,10 @@ _EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.+)$", re.MULTILINE)
 _SKIPPED = re.compile(r"frame skipped: (\S+) \((.+) line (\d+)\)")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
-_ROOMS = ("comm", "composition", "data_parallel", "fsdp", "gradients", "pipelining", "randomness")
+_ROOMS = (
+    *("comm", "composition", "data_parallel", "fsdp", "gradients", "losses", "pipelining"),
+    "randomness",
+)
 _HOME = Path(meshwright.__file__).parent
 _LIBRARIES = tuple(
     f"{folder}/"

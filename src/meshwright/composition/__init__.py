@@ -6,6 +6,7 @@ Bottom-up:
     description    descriptions of layouts: parameters, collectives, settings
     data_layout    the ranks along axes, and one interface to data-parallel layouts
     whole_run      compares a model split over an axis with the full one, records its traffic
+    carried_plans  plans that a model carries in attributes
     tensor_rules   axis tensor: styles by name, and sets of them for known models
     context_rules  axis context: what of a batch is split, and how that is compared
     expert_rules   axis expert: which modules are split, and what a model must say

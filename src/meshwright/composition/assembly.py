@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright import comm
+from meshwright.composition.carried_plans import expert_modules, stage_starts
 from meshwright.composition.checks import check_model
 from meshwright.composition.context_rules import context_split, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
@@ -29,6 +30,7 @@ from meshwright.composition.laying_out import (
     equalize,
     is_drawn_in_parts,
     is_on_meta,
+    lose_in_chunks,
     moved_to,
     place,
     recompute_modules,
@@ -40,7 +42,7 @@ from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
 from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable, StageModules
 from meshwright.composition.stages import CutModel, cut_model
-from meshwright.composition.tensor_rules import ModelCut, tensor_split
+from meshwright.composition.tensor_rules import ModelCut, origin_of_rules, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
@@ -95,15 +97,17 @@ def parallelize(
             f"({type(optimizer).__name__}): pass "
             f"optimizer=lambda parameters: {type(optimizer).__name__}(parameters, ...)"
         )
-    inputs = _inputs(example)
+    inputs, plan = _inputs(example), plan.over(everyone.size)
     check_model(model, plan, everyone.size, None if example is None else inputs)
     _require_example(plan, example)
     is_empty = is_on_meta(model)
     check_own_parameters(loss, model)
     peers = LayoutCommunicators.of(plan, everyone)
     given = GivenParameters(model)
+    origins = tuple(_origins(model, plan))
+    lose_in_chunks(model, plan)
     if plan.axes.size("pipeline") > 1:
-        return pipelined(model, plan, optimizer, loss, inputs, peers, given)
+        return pipelined(model, plan, optimizer, loss, inputs, peers, given, origins)
     if not (is_empty and is_drawn_in_parts(plan)):
         place(model, plan, everyone)
         given.carry(model)
@@ -141,7 +145,24 @@ def parallelize(
         loss=loss,
         draws=draws,
         traffic=traffic,
+        origins=origins,
     )
+
+
+def _origins(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Say where the rules of this plan come from."""
+    yield from origin_of_rules(model, plan)
+    for setting, kind, axis, listed in (
+        ("pipeline.split", "pp_plan", "pipeline", stage_starts),
+        ("expert.modules", "ep_plan", "expert", expert_modules),
+    ):
+        table, key = setting.split(".")
+        if plan.axes.size(axis) > 1 and getattr(getattr(plan, table), key) == "model":
+            names = listed(model)
+            yield (
+                f"{setting}: from the {kind} of {type(model).__name__}: {len(names)} modules, "
+                f"{names[0]} to {names[-1]}"
+            )
 
 
 def _parts_split(
@@ -189,6 +210,7 @@ def pipelined(
     example: Inputs,
     peers: LayoutCommunicators,
     given: GivenParameters,
+    origins: Collection[str] = (),
 ) -> Trainable:
     """Split the model into stages, and lay this rank's out over the other axes."""
     everyone, pipeline = peers.everyone, peers.pipeline
@@ -238,6 +260,7 @@ def pipelined(
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(modules.stages),
+        origins=origins,
     )
 
 

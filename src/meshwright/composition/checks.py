@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.composition.carried_plans import carries, stage_starts
 from meshwright.composition.context_rules import context_problems
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.expert_rules import expert_problems
@@ -19,6 +20,7 @@ from meshwright.data_parallel import batch_norms
 from meshwright.data_parallel.modules.batch_norm import running_instance_norms
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
+from meshwright.losses.chunked import head_of
 from meshwright.pipelining import PipelineScheduleSingle
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -52,6 +54,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
         *expert_problems(model, plan),
         *context_problems(model, plan),
         *_train_problems(model, plan),
+        *_head_problems(model, plan),
         *_precision_problems(plan),
         *(() if example is None else _draw_problems(model, plan, example)),
     ]
@@ -72,6 +75,12 @@ def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         return
     for name in hooked_parameters(model.named_parameters())[:1]:
         yield Problem(("axes", "pipeline"), hooked(name))
+    if pipeline.split == "model" and not stage_starts(model):
+        yield Problem(
+            ("pipeline", "split"),
+            f'[pipeline] split = "model": {carries(model)}, and no pp_plan that names a module of '
+            'it. Name the first modules of later stages, or set split = "auto"',
+        )
     try:
         chunks = chunks_of(pipeline, ranks)
         if issubclass(schedule_of(pipeline), PipelineScheduleSingle) and chunks > 1:
@@ -137,6 +146,28 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "per_rank"),
             'per_rank has no effect with dropout = "local": each rank draws for itself everywhere',
         )
+
+
+def _head_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    key, rows = ("train", "loss_chunk"), plan.train.loss_chunk
+    if rows is None:
+        return
+    head = head_of(model)
+    if head is None:
+        yield Problem(
+            key,
+            f"loss_chunk = {rows}: {type(model).__name__} has no layer, or several, that may "
+            "compute its logits (its output embeddings, or one called lm_head, head or "
+            "embed_out): call meshwright.losses.in_chunks(model, head=...) in place of it",
+        )
+        return
+    for name in recomputed(model, plan):
+        if f"{head}.".startswith(f"{name}." if name else ""):
+            yield Problem(
+                key,
+                f"loss_chunk = {rows}: [train] recompute names {name!r}, which has the head "
+                f"{head!r}, whose loss would be computed twice: name the layers before it",
+            )
 
 
 def _draw_problems(model: nn.Module, plan: Plan, example: Inputs) -> Iterator[Problem]:

@@ -257,6 +257,11 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         yield f"train.recompute = {names}: activations of these modules are recomputed"
     if train.compile:
         yield "train.compile = true: modules run as graphs; the loss and the optimizer do not"
+    if train.loss_chunk is not None:
+        yield (
+            f"train.loss_chunk = {train.loss_chunk}: the head computes the loss of as many rows of "
+            "logits at a time; over axis tensor each chunk sends their largest and their sums"
+        )
     if train.batch_norm is not None:
         yield f"train.batch_norm = {train.batch_norm}: {_STATISTICS[train.batch_norm]}"
     if train.dropout == "global":

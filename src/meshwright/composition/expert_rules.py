@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.composition.carried_plans import carries, expert_modules, unknown_words
 from meshwright.composition.data_layout import LayoutCommunicators
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.errors import InternalError
@@ -33,7 +34,9 @@ def expert_styles(model: nn.Module, plan: Plan) -> dict[str, ExpertParallel]:
     if plan.axes.size("expert") == 1:
         return {}
     named = dict(model.named_modules())
-    if isinstance(plan.expert.modules, str):
+    if plan.expert.modules == "model":
+        found = expert_modules(model)
+    elif isinstance(plan.expert.modules, str):
         found = [name for name, module in named.items() if form_of(module) is not None]
     else:
         found = [n for pattern in plan.expert.modules for n in match_names(pattern, named)]
@@ -49,7 +52,20 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     ranks, expert = plan.axes.size("expert"), plan.expert
     if ranks == 1:
         return
-    if not expert_styles(model, plan):
+    for pattern, word in unknown_words(model) if expert.modules == "model" else ():
+        yield Problem(
+            ("expert", "modules"),
+            f'[expert] modules = "model": the ep_plan of {type(model).__name__} gives {pattern!r} '
+            f"the word {word!r}, which is not known. Name the modules of experts, or leave them to "
+            '"auto"',
+        )
+    if expert.modules == "model" and not expert_modules(model):
+        yield Problem(
+            ("expert", "modules"),
+            f'[expert] modules = "model": {carries(model)}, and no ep_plan that names a module of '
+            'it. Name the modules of experts, or leave them to "auto"',
+        )
+    elif not expert_styles(model, plan):
         yield Problem(
             ("axes", "expert"),
             f"axis expert = {ranks}: no module of {type(model).__name__} is known to hold experts. "

@@ -34,7 +34,7 @@ from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import LayoutCommunicators, ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.own_model import is_elsewhere
-from meshwright.composition.tensor_rules import STYLES, ModelCut
+from meshwright.composition.tensor_rules import ModelCut
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat_parameters import parts_of_flat
@@ -45,6 +45,7 @@ from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel import ExpertParallel
 from meshwright.gradients import check_optimizer
+from meshwright.losses.chunked import head_of, in_chunks
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
@@ -134,6 +135,16 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
     return draws
 
 
+def lose_in_chunks(model: nn.Module, plan: Plan) -> None:
+    """Have the head of ``model`` compute the loss of a target, if the plan says so."""
+    if plan.train.loss_chunk is None:
+        return
+    try:
+        in_chunks(model, head_of(model) or "", chunk=plan.train.loss_chunk)
+    except ValueError as error:
+        raise PlanError(f"[train] loss_chunk = {plan.train.loss_chunk}: {error}") from error
+
+
 def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
     """Draw a model on meta; move it to this rank's device and, unless default, the plan's dtype."""
     if is_on_meta(model):
@@ -165,7 +176,7 @@ def cut_over_tensor(
     """
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
-    styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
+    styles = {name: cut.style_of(name) for name in cut.styles if name in here}
     if mesh is None or not styles:
         return
     cut.set_widths(module)

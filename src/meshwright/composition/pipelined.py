@@ -330,6 +330,8 @@ class PipelinedTrainable(Trainable):
         self._copies = dict(copies)
         self._tied = tied
         _watch(stages[0], guard)
+        for stage in stages:
+            stage.checks_outputs = self._chunked is None or not stage.is_last
         numbered = {stage.stage_index: stage.submod for stage in stages}
         last = numbered.pop(stages[0].num_stages - 1, module)
         self._sources = LossSources(last, numbered)
@@ -341,7 +343,7 @@ class PipelinedTrainable(Trainable):
         self._samples: list[torch.Tensor] = []
         """By microbatch of the current step, the numbers of its samples in the global batch."""
         self._undivided = _Undivided(stages, self.schedule.schedule)
-        if self._draws is not None:
+        if self._draws is not None or self._chunked is not None:
             self.schedule.register_custom_function(F, self._forward)
         self._splits: list[BatchSplit] = []
         """By microbatch that is computed now, how axis context splits it."""
@@ -437,13 +439,18 @@ class PipelinedTrainable(Trainable):
     # --------------------------------------------------------------------------- internals
 
     def _forward(self, action: Action, context: PipelineContext) -> None:
-        """Run one forward, and tell dropout which samples it has."""
-        if self._draws is None or not self._samples:  # an evaluation drops nothing
+        """Run one forward; tell dropout which samples it has, and a head in chunks the target."""
+        number, targets, chunked = action.microbatch or 0, context.target_mbs, self._chunked
+        with contextlib.ExitStack() as stack:
+            if self._draws is not None and self._samples:  # an evaluation drops nothing
+                samples = self._samples[number]
+                stack.enter_context(self._draws.microbatch(int(samples[0]), samples))
+            if chunked is not None and targets and self._has_target and self._is_last(action):
+                stack.enter_context(chunked.expecting(targets[number]))
             context.run(action)
-            return
-        numbers = self._samples[action.microbatch or 0]
-        with self._draws.microbatch(int(numbers[0]), numbers):
-            context.run(action)
+
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == len(self.schedule.schedule.stage_ranks) - 1
 
     def _part(
         self, batch: object, target: object, rows: int, count: int
@@ -521,6 +528,8 @@ class PipelinedTrainable(Trainable):
         """Compute the loss of one microbatch, on the last stage."""
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
+        if self._chunked is not None and self._chunked.terms is not None:
+            output = self._chunked.finished(output)
         if self._splits and self.steps == 0 and torch.is_grad_enabled():
             self._splits[0].watch_loss(output, goal, self._late)
         local = apply_loss(self._loss, output, goal, self._sources.look)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.composition.carried_plans import stage_starts
 from meshwright.composition.context_rules import BatchSplit
 from meshwright.composition.example_run import Inputs, Observation, copied, observe
 from meshwright.composition.tensor_rules import ModelCut
@@ -34,6 +35,7 @@ from meshwright.context_parallel.attention import (
     attending,
 )
 from meshwright.errors import InternalError, PlanError
+from meshwright.losses.chunked import chunked_heads
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import key_in_trace, refuse_hooks
@@ -86,7 +88,8 @@ def cut_model(
     ``plan.split`` lists the modules that begin a stage, from the second stage on, or it names what
     to balance. ``parameters`` balances their number. ``auto`` balances the operations of a traced
     model. A chain is not traced: ``auto`` then balances its parameters, counting 1 for embedding
-    tables and parameters of fewer than two dims. ``tensor`` says how stages may be sharded later,
+    tables and parameters of fewer than two dims. ``model`` does so for any model, and splits before
+    modules of the plan that it carries. ``tensor`` says how stages may be sharded later,
     ``experts`` which of their modules are split over axis expert, ``context`` how the example is
     split over axis context.
 
@@ -148,14 +151,14 @@ def _traced(
     # torch.export takes the sizes of named arguments by name, those of others in their order.
     sizes: Any = tree_map(_free_size, named or tuple(args))
     cuts: dict[str, Any] = {}
-    if isinstance(plan.split, str):
+    if isinstance(plan.split, str) and plan.split != "model":
         measure = "flops" if plan.split == "auto" else plan.split
         cuts["split_policy"] = balanced(count, measure)
     else:
         names = [name for name, _ in model.named_modules() if name]
         starts = _starts(model, plan, names, count)
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    names = {*tensor.styles, *experts}
+    names = {*tensor.styles, *experts, *chunked_heads(model)}
     traced = twin_of(model, tensor, experts) if names else model
     try:
         with tracing:
@@ -330,6 +333,8 @@ def _starts(
                 f"{', '.join(links)}, in this order"
             )
         return plan.split
+    if plan.split == "model":
+        links = [name for name in stage_starts(model) if name in links]
     if len(links) < count:
         raise PlanError(
             f"the model has {len(links)} modules in a row that a stage may begin with, which is "

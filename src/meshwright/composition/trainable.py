@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import Exchange, require_equal
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.composition.context_rules import LABELS, over_parts, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
@@ -53,6 +54,7 @@ from meshwright.gradients import (
     scale_to_norm,
     step_if,
 )
+from meshwright.losses.chunked import chunked_heads
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
@@ -107,10 +109,12 @@ class Trainable:
         loss: Loss,
         draws: Draws | None = None,
         traffic: AxisTraffic | None = None,
+        origins: Collection[str] = (),
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
         ``traffic`` has the messages of this rank's modules over axis tensor in one pass.
+        ``origins`` say where rules come from.
         """
         self.module = module
         self.plan = plan
@@ -131,11 +135,14 @@ class Trainable:
         self._peers = peers
         self._loss = loss
         self._sources = LossSources(module, {})
+        self._chunked = next(iter(chunked_heads(module).values()), None)
+        """The head that computes the loss of a target, if it does, and is on this rank."""
         self._window = LossWindow(peers.losses)
         self._calls = 0
         """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
+        self._origins = origins
         inside = [each for each in (peers.tensor, peers.context, peers.expert) if each is not None]
         self._passes = EventCheck(peers.passes, "the model", dict, inside)
         self._raised_in = ""
@@ -198,6 +205,8 @@ class Trainable:
                 "forward_backward was called after the gradients of this step had been reduced: "
                 "pass is_last=False to all calls but the last, and call optimizer_step after it"
             )
+        if PROCESS.saving is not None:
+            PROCESS.saving.look()
         # Raises for the last step before its weights are used once more.
         if self._late.coming:
             self._late.settle()
@@ -391,6 +400,7 @@ class Trainable:
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
         sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
         described = self._layout.describe(self.module, self.plan)
+        described = replace(described, settings=(*described.settings, *self._origins))
         return add_traffic(described, [*sent], self._layout.gradients())
 
     # --------------------------------------------------------------------------- internals
@@ -435,7 +445,9 @@ class Trainable:
         if self._draws is not None:
             drawing = partial(self._draws.microbatch, first, range(first, first + size))
         with phase("forward", step=self.steps + 1, computes=True), drawing(), around():
-            with self._autocast():
+            chunked = self._chunked
+            losing = contextlib.nullcontext() if chunked is None else chunked.expecting(target)
+            with self._autocast(), losing:
                 output = call_module(self.module, batch)
                 if split is not None and self.steps == 0:
                     split.watch_loss(output, target, self._late)

@@ -30,7 +30,7 @@ from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.gather_dtensor import part_like
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
-from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.data_parallel.distributed_parameters import MARK, local_parameters
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     SpreadGradients,
@@ -39,6 +39,7 @@ from meshwright.gradients import (
     leaves_of,
     rounding_floor,
 )
+from meshwright.losses.chunked import chunked_heads
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import (
@@ -50,6 +51,7 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.trees import tree_leaves
 
 _LABEL = "compare with the whole model"
+_DIRECTIONS = ("forward", "backward")
 _PARTIAL = "partial gradients"
 """The label of sums that belong to no single module."""
 
@@ -71,6 +73,40 @@ def _running(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+_Norms = dict[str, tuple[tuple[int, ...], float]]
+"""By module, in the order in which they end: the shape and norm of what its first call returns."""
+
+
+@contextlib.contextmanager
+def _noting(model: nn.Module) -> Iterator[_Norms]:
+    """Note what the modules of ``model`` return, so that the first that differs can be named."""
+    norms: _Norms = {}
+    # A styled module may compute with what lies inside in parts.
+    inside = {c for p in model.modules() if MARK in vars(p) for c in p.modules() if c is not p}
+    parts = [(n, part) for n, part in model.named_modules() if n and part not in inside]
+    hooks = [part.register_forward_hook(partial(_note, norms, name)) for name, part in parts]
+    try:
+        yield norms
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(norms: _Norms, name: str, module: nn.Module, inputs: object, output: object) -> None:
+    found = next((x for x in tree_leaves(output) if isinstance(x, torch.Tensor)), None)
+    if found is not None and found.is_floating_point() and not is_dtensor(found):
+        norms.setdefault(name, (tuple(found.shape), float(found.detach().double().norm())))
+
+
+def _first_apart(found: _Norms, expected: _Norms) -> str:
+    """Name the first module that returns another tensor of the same shape, for a message."""
+    for name, (shape, norm) in found.items():
+        known, whole = expected.get(name, ((), 0.0))
+        if known == shape and abs(norm - whole) > 1e-3 * max(norm, whole):
+            return f". The first module that returns something else is {name!r}"
+    return ""
 
 
 def _append(running: list[str], name: str, *_: object) -> None:
@@ -138,9 +174,12 @@ class WholeRun:
         self._draws = draws
         self._parameters = dict(model.named_parameters())
         self._trains = True
-        found = self._trained(model)
-        self._trains = found is not None
-        self._outputs = self._forward(model) if found is None else found
+        with _noting(model) as self._norms:
+            found = self._trained(model)
+            self._trains = found is not None
+            if found is None:
+                self._norms.clear()
+            self._outputs = self._forward(model) if found is None else found
         # Run the backward now: checkpoints recompute with the modules as they are then.
         seeds = [_seed(output) for output in self._outputs]
         with left_as_it_is(model):
@@ -158,7 +197,7 @@ class WholeRun:
         with phase(_LABEL):
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
-            with _running(model) as running:
+            with _running(model) as running, _noting(model) as norms:
                 try:
                     with split.computing():
                         outputs = self._forward(model, split.inputs)
@@ -173,6 +212,8 @@ class WholeRun:
             parameters = dict(model.named_parameters())
             _agree(split, _dtensor_problems(split, outputs, parameters))
             problems = [*_output_problems(split, outputs, self._outputs, alike)]
+            first = _first_apart(norms, self._norms)
+            problems = [f"{problem}{first}" for problem in problems]
             explain = split.explain if split.judges.backend != "fake" else None
             if explain is not None and any(split.judges.gather_values(problems, label=_LABEL)):
                 said = explain(model, partial(self._again, model, split))
@@ -209,8 +250,10 @@ class WholeRun:
             seeds = [_seed(mine) for mine in alike]
             with left_as_it_is(model):
                 _gradients(alike, seeds, dict(model.named_parameters()))
+        # A head that computes its loss in chunks gathers no logits in training.
+        left_out = {_PARTIAL, *(f"{n} {w}" for n in chunked_heads(model) for w in _DIRECTIONS)}
         sent = [
-            tuple(c for c in each if c.axis == split.axis.axis and c.label != _PARTIAL)
+            tuple(c for c in each if c.axis == split.axis.axis and c.label not in left_out)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
         return AxisTraffic(axis=split.axis, forward=sent[0], backward=sent[1])

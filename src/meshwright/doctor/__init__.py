@@ -11,6 +11,7 @@ Bottom-up:
 from __future__ import annotations
 
 from meshwright.doctor.machine import Finding, report_lines
-from meshwright.doctor.survey import examine, memory_limit, usable_cores
+from meshwright.doctor.survey import examine, usable_cores
+from meshwright.environment import memory_limit
 
 __all__ = ["Finding", "examine", "memory_limit", "report_lines", "usable_cores"]

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
@@ -18,6 +17,7 @@ from meshwright import __version__
 from meshwright.comm import shared_memory
 from meshwright.doctor.collectives import measure, measure_gpus
 from meshwright.doctor.machine import Finding, Gpu, Interface, Machine
+from meshwright.environment import control_groups, memory_limit, read_file
 
 _LAST = ("docker", "lo")
 """Interfaces that NCCL uses only if there is no other."""
@@ -211,31 +211,14 @@ def examine(*, measure_collectives: bool = True, machine: Machine | None = None)
 def usable_cores() -> float:
     """Count the cores this process may use: its affinity, or less if a control group limits it."""
     cores = float(len(os.sched_getaffinity(0)))
-    for folder in _control_groups():
-        words = _read(folder / "cpu.max").split() or [
-            _read(folder / "cpu.cfs_quota_us"),
-            _read(folder / "cpu.cfs_period_us"),
+    for folder in control_groups():
+        words = read_file(folder / "cpu.max").split() or [
+            read_file(folder / "cpu.cfs_quota_us"),
+            read_file(folder / "cpu.cfs_period_us"),
         ]
         if words[0].isdigit() and words[1].isdigit():
             cores = min(cores, int(words[0]) / int(words[1]))
     return cores
-
-
-def memory_limit() -> tuple[int, str]:
-    """Return the bytes that a run may still use, and the limit (machine or control group)."""
-    for line in _read(Path("/proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            available, source = int(line.split()[1]) * 1024, "free on the machine"
-            break
-    else:
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        source = "installed in the machine"
-    for folder in _control_groups():
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit() and int(limit) - int(used) < available:
-            available, source = int(limit) - int(used), f"left in control group {folder}"
-    return available, source
 
 
 def _versions() -> Iterator[Finding]:
@@ -328,23 +311,6 @@ def _network() -> Iterator[Finding]:
         remedy="allow connections on the loopback device" if problem else "",
         is_broken=bool(problem),
     )
-
-
-def _control_groups() -> Iterator[Path]:
-    """Yield this process's control groups (version 1 and 2) and their parents, innermost first."""
-    root = Path("/sys/fs/cgroup")
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        number, controllers, path = line.split(":", 2)
-        mount = root if number == "0" else root / controllers
-        folder = mount / path.lstrip("/")
-        yield from (part for part in (folder, *folder.parents) if part.is_relative_to(mount))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _version(package: str) -> str:

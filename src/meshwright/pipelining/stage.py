@@ -168,6 +168,8 @@ class PipelineStage:
     ``RuntimeError`` for a group with more ranks than stages.
     """
 
+    checks_outputs = True
+    """False for a last stage whose outputs no one reads, as its module computes the loss."""
     _step = _BY_HAND
 
     def __init__(

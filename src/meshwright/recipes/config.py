@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from meshwright.axes import KNOWN_AXES
+from meshwright.axes import KNOWN_AXES, OTHER_NAMES
 from meshwright.plan import Plan
 from meshwright.settings import (
     Above,
@@ -187,6 +187,9 @@ class RunConfig:
     """Resume even if plan, text, optimizer or steps differ from those of the checkpoint."""
     save_every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0 means only at the end."""
+    save: Literal["background", "foreground"] = "background"
+    """background: train on while a checkpoint is written, from a copy of each rank's share of it in
+    host memory. foreground: wait, without the copy, as for the last checkpoint."""
     keep_last: Annotated[int, AtLeast(1)] = 3
     """Number of checkpoints to keep."""
     validate_every: Annotated[int, AtLeast(0)] = 0
@@ -237,7 +240,7 @@ class TrainConfig:
     def problems(self) -> Iterator[Problem]:
         """Check rules between several tables."""
         parts = self.plan.data_size * self.plan.train.accumulate
-        if self.data.batch_size % parts:
+        if parts > 0 and self.data.batch_size % parts:  # dp_shard = -1 is read again with ranks
             yield Problem(
                 ("data", "batch_size"),
                 f"[data] batch_size = {self.data.batch_size} cannot be shared by "
@@ -354,7 +357,8 @@ def option_lines() -> list[str]:
         for words, first in ((f"{option} ({default})", "  "), (meaning, rest)):
             lines.extend(textwrap.wrap(words, 80, initial_indent=first, subsequent_indent=rest))
 
-    tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(KNOWN_AXES)}.")
+    also = f"or, in the names of torchtitan, {', '.join(OTHER_NAMES)}"
+    tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(KNOWN_AXES)}; {also}.")
     kinds = adapter(TrainConfig).json_schema()["$defs"]
     tables = kinds["Plan"]["properties"] | kinds["TrainConfig"]["properties"]
     for table in keys_of(TrainConfig):

@@ -29,7 +29,9 @@ from typing import Self, cast
 import torch
 
 import meshwright
+from meshwright import checkpoint
 from meshwright.axes import SUM_AXES
+from meshwright.checkpoint import PendingSave
 from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
@@ -173,6 +175,8 @@ class _Training:
         self._tensors: TensorTrace | None = None
         self._losses: list[float] = []
         self._saved: Path | None = folder.checkpoint
+        self._saving: tuple[int, PendingSave] | None = None
+        """The step of the save that goes on in the background, and the save."""
         self._seconds = 0.0
         if folder.checkpoint is not None:
             allowed = config.run.accept_changes
@@ -213,6 +217,7 @@ class _Training:
                 check_peers()
                 stop.begin()
                 self._take_step()
+                self._note_saved()
                 is_stopped = stop.is_agreed()
                 is_last = is_stopped or self._step == options.steps
                 if is_stopped:
@@ -437,27 +442,61 @@ class _Training:
         torch.manual_seed(name_seed(self._config.plan.train.seed, number, *trainable.draws))
         batch = self._built.read(self._task.data.training.batch(self._sampler.next_indices()))
         take = trainable.step if self._tensors is None else self._tensors.step
-        return take(*to_device(batch, self._world.device, self._dtype))
+        inputs = to_device(batch, self._world.device, self._dtype)
+        try:
+            return take(*inputs)
+        except CheckpointWriteError as error:  # of the save under way: the step has not begun
+            self._note_lost(error)
+            return take(*inputs)
 
     def _save(self, *, is_last: bool) -> None:
         """Save; before the last step, a failure is reported and training continues."""
+        is_background = self._config.run.save == "background" and not is_last
         with phase("save", step=self._step):
+            # Here and below it is the same error on all ranks; caught in the phase, it is nobody's
+            # failure.
             try:
-                self._saved = save_run(
+                checkpoint.finish()
+            except CheckpointWriteError as error:
+                self._note_lost(error)
+            self._note_saved()
+            try:
+                saved = save_run(
                     self._folder,
                     self._trainable,
                     self._sampler,
                     self._run,
                     self._world,
                     self._config.run.keep_last,
+                    background=is_background,
                 )
             except CheckpointWriteError as error:
                 if is_last:
                     raise
-                # It is the same error on all ranks; caught in the phase, it is nobody's failure.
-                self._progress.note(f"error: {error}; training goes on")
-            else:
-                self._progress.note(f"step {self._step}: saved {self._saved}")
+                self._note_lost(error)
+                return
+        if isinstance(saved, Path):
+            self._saved = saved
+            self._progress.note(f"step {self._step}: saved {saved}")
+            return
+        self._saving = self._step, saved
+        if saved.staged:
+            self._progress.note(
+                f"step {self._step}: saving {saved.path.name} in the background, from a copy of "
+                f"{saved.staged / 1e6:.1f} MB on rank 0"
+            )
+        self._note_saved()
+
+    def _note_saved(self) -> None:
+        """Tell when the save in the background has its name."""
+        if self._saving is not None and self._saving[1].path.is_dir():
+            (step, saved), self._saving = self._saving, None
+            self._saved = saved.path
+            self._progress.note(f"step {step}: saved {saved.path}")
+
+    def _note_lost(self, error: CheckpointWriteError) -> None:
+        self._saving = None
+        self._progress.note(f"error: {error}; training goes on")
 
     def _validate(self) -> float | None:
         """Compute the loss on held-out data; None without any."""

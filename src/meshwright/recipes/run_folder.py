@@ -264,8 +264,10 @@ def save_run(
     run: Mapping[str, object],
     communicator: Communicator,
     keep_last: int,
-) -> Path:
-    """Save everything needed to resume exactly; returns the checkpoint's folder.
+    *,
+    background: bool,
+) -> Path | checkpoint.PendingSave:
+    """Save everything needed to resume exactly; returns what `checkpoint.save` does.
 
     No generator is saved: each step seeds it from the run's seed, the step and the rank's share.
     """
@@ -277,6 +279,7 @@ def save_run(
         extra={"run": json.loads(json.dumps(run))},
         random=False,
         keep_last=keep_last,
+        background=background,
         communicator=communicator,
     )
 

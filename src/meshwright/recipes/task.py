@@ -37,6 +37,7 @@ from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.integrations import pretrained
+from meshwright.losses import cross_entropy
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
@@ -372,30 +373,6 @@ def _open_optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Opti
 
     build([Parameter(torch.zeros(2, 2, device="cpu"))])  # so that wrong options raise now
     return build
-
-
-def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the model's own loss, or the sum of the cross entropy in nats and its term count.
-
-    Logits are ``output.logits``, or the output. The class dim is the last one where the other dims
-    are those of ``target``, else the second one. Labels of -100 are ignored.
-    """
-    own, logits = getattr(output, "loss", None), getattr(output, "logits", output)
-    if isinstance(own, Tensor):
-        return own
-    if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
-        found = type(output if target is not None else target).__name__
-        raise PlanError(
-            "[loss]: expected a model that returns its loss, or logits and a target for cross "
-            f"entropy, found {found}; give [loss] factory"
-        )
-    if target.is_floating_point():
-        count = torch.tensor(logits.numel() // logits.shape[1], device=logits.device)
-    else:
-        if logits.shape[:-1] == target.shape:
-            logits, target = logits.flatten(0, -2), target.flatten()
-        count = (target != IGNORED).sum()
-    return functional.cross_entropy(logits, target, reduction="sum"), count
 
 
 def without_dropout(model: nn.Module) -> None:

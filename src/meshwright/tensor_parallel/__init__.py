@@ -5,13 +5,14 @@ where a style says so.
 
 Bottom-up:
 
-    functions  differentiable communication
-    checks     checks that ranks run the same passes on equal values
-    layouts    conversion between layouts
-    layers     modules that compute on shards
-    styles     styles: parameters that become DTensors, and conversions of layouts
-    apply      `parallelize_module`
-    loss       cross entropy of logits that are sharded by classes, and `loss_parallel`
+    functions       differentiable communication
+    checks          checks that ranks run the same passes on equal values
+    layouts         conversion between layouts
+    layers          modules that compute on shards
+    styles          styles: parameters that become DTensors, and conversions of layouts
+    own_parameters  modules that compute with parameters of their own, such as experts
+    apply           `parallelize_module`
+    loss            cross entropy of logits that are sharded by classes, and `loss_parallel`
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def cross_entropy_of_parts(
     start, classes = _columns(logits.shape[dim], axis, classes)
     if weight is not None and tuple(weight.shape) != (classes,):
         raise ValueError(f"expected {classes} class weights, found shape {tuple(weight.shape)}")
-    _check_target(target, classes, ignore_index)
+    check_target(target, classes, ignore_index)
     terms = _Terms(
         axis=axis,
         start=start,
@@ -127,7 +127,7 @@ def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, 
     return axis.rank * found, classes
 
 
-def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+def check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None:
     """Raise IndexError for a target on the host that is no class; on a device, assert it."""
     is_right = ((target >= 0) & (target < classes)) | (target == ignore_index)
     if not is_host(target.device):
@@ -173,7 +173,7 @@ class _TokenLoss(torch.autograd.Function):
         terms: _Terms,
     ) -> torch.Tensor:
         x = _classes(logits, terms)
-        largest = _largest(x, terms.axis)
+        largest = largest_of(x, terms.axis)
         exponentials = (x - largest.unsqueeze(-1)).exp_().sum(-1)
         exponentials = _sum(exponentials, terms.axis, "sum of exponentials")
         log_sum = exponentials.log_().add_(largest)
@@ -238,12 +238,13 @@ def _classes(logits: torch.Tensor, terms: _Terms) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _largest(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
+def largest_of(x: torch.Tensor, axis: Communicator | None) -> torch.Tensor:
+    """Compute the largest logit of each row, on all ranks of ``axis`` together."""
     if x.shape[-1]:
         found = x.amax(-1).contiguous()
     else:
         found = x.new_full(x.shape[:-1], -torch.inf)
-    if not axis.is_alone:
+    if axis is not None and not axis.is_alone:
         with axis.functional():
             axis.all_reduce(found, reduction="max", label="largest logit").wait()
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwright.checkpoint import Storage
-from meshwright.errors import CheckpointWriteError
+from meshwright.errors import CheckpointError
 
 __all__ = ["CountingStorage", "FailingStorage", "Killed", "KilledStorage", "ThreadRank", "on_ranks"]
 
@@ -154,6 +154,9 @@ class ThreadRank:
         self.exchange.barrier.wait()
         return gathered
 
+    def start_equal(self, payload: bytes, label: str) -> Callable[[], bytes]:
+        return lambda: b"".join(self.gather_bytes(payload, label=label))
+
 
 def on_ranks(size: int, body: Callable[[ThreadRank], T]) -> list[T | BaseException]:
     """Run ``body`` on each rank of a group of threads; its result or what it raised."""
@@ -162,7 +165,7 @@ def on_ranks(size: int, body: Callable[[ThreadRank], T]) -> list[T | BaseExcepti
     def run(rank: int) -> T | BaseException:
         try:
             return body(ThreadRank(rank, size, exchange))
-        except CheckpointWriteError as error:
+        except CheckpointError as error:
             return error
         except BaseException as error:
             exchange.barrier.abort()

@@ -18,7 +18,10 @@ from support.internals.recipes import TrainConfig, read_config
 from support.internals.settings import split_overrides
 from support.internals.toml_source import read
 
-PLACEHOLDERS = ("one.py", "train.py", "my.toml", "plan.toml", "my_loop.py")
+PLACEHOLDERS = (
+    *("one.py", "train.py", "my.toml", "plan.toml", "my_loop.py"),
+    *("model.py", "compare.py", "moe.toml", "lora.toml"),
+)
 """Files of the reader."""
 TARGETS = frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

@@ -22,6 +22,7 @@ import meshwright as mw
 from meshwright import checkpoint
 from meshwright.comm import communicator, connect, phase
 from meshwright.composition import check_model
+from meshwright.losses import in_chunks
 from meshwright.pipelining import split_args_kwargs_into_chunks
 from meshwright.plan import Plan
 from meshwright.testing import Ranks, RanksFailed
@@ -127,8 +128,31 @@ def no_effect(ranks: Ranks, folder: Path) -> str:
     return told(lambda: plan('[axes]\nreplicate = 2\n\n[shard]\nunits = ["0"]\n').check(2))
 
 
+def no_tensor_plan(ranks: Ranks, folder: Path) -> str:
+    given = plan('[axes]\ntensor = 2\n\n[tensor]\nrules = "model"\n')
+    return told(lambda: check_model(nn.Sequential(nn.Linear(2, 2)), given, 2))
+
+
 def nothing_to_cut(ranks: Ranks, folder: Path) -> str:
     return told(lambda: plan("[axes]\ntensor = 2\n").check(2))
+
+
+def no_head(ranks: Ranks, folder: Path) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return told(lambda: check_model(model, plan("[train]\nloss_chunk = 1024"), 1))
+
+
+def changed_logits(ranks: Ranks, folder: Path) -> str:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x) / 2
+
+    model, labels = in_chunks(Model(), "head"), torch.zeros(3, dtype=torch.int64)
+    return told(lambda: model(torch.ones(3, 2), shift_labels=labels))
 
 
 def batch_norm(ranks: Ranks, folder: Path) -> str:

@@ -22,19 +22,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import getstate, setstate
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.background import PendingSave, begin, finish
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.manifest import MANIFEST_NAME
 from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
-from meshwright.checkpoint.steps import latest, step_directory
+from meshwright.checkpoint.steps import latest, step_directory, torso_directory
+from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.together import Group, everyone, together
 from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.restoring import (
@@ -46,7 +48,7 @@ from meshwright.checkpoint.training.restoring import (
     piece_of,
 )
 from meshwright.checkpoint.training.wrapped import ModelState
-from meshwright.checkpoint.writing import save_tensors
+from meshwright.checkpoint.writing import SaveRequest, save_now
 from meshwright.comm import Communicator
 from meshwright.comm.streams import is_host
 from meshwright.errors import CheckpointError, CheckpointMismatchError
@@ -98,6 +100,7 @@ class Loaded:
     """With ``strict=False``, tensors of the checkpoint that the model lacks."""
 
 
+@overload
 def save(
     folder: str | os.PathLike[str],
     step: int,
@@ -109,8 +112,42 @@ def save(
     extra: object = None,
     random: bool = True,
     keep_last: int | None = None,
+    background: Literal[False] = False,
     communicator: Communicator | None = None,
-) -> Path:
+) -> Path: ...
+
+
+@overload
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    model: Model | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stated | None = None,
+    data: Stated | None = None,
+    extra: object = None,
+    random: bool = True,
+    keep_last: int | None = None,
+    background: Literal[True],
+    communicator: Communicator | None = None,
+) -> PendingSave: ...
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    model: Model | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stated | None = None,
+    data: Stated | None = None,
+    extra: object = None,
+    random: bool = True,
+    keep_last: int | None = None,
+    background: bool = False,
+    communicator: Communicator | None = None,
+) -> Path | PendingSave:
     """Save a training loop as ``folder/step_00000120``, complete or not at all; return that path.
 
     ``model``: a module under any wrapper or none, several (the stages of this rank), or the
@@ -121,12 +158,18 @@ def save(
     ``keep_last``: the number of complete checkpoints to keep in ``folder``. All ranks of
     ``communicator`` (by default of the run, or this process alone) must call this.
 
+    ``background``: copy this rank's share of the state to memory that is kept for the next save,
+    and have a thread write it while the loop goes on; returns a `PendingSave`. The next save,
+    `finish` and the end of the process wait for it. If it fails, they raise, or the next
+    `Trainable.step`, on all ranks. Where the copy does not fit, the save is in the foreground.
+
     Raises `CheckpointWriteError` on all ranks if it cannot be written (earlier checkpoints are
     untouched), `CheckpointClaimedError` if another job saves to ``folder``, and ``TypeError`` or
     ``ValueError`` for state that cannot be saved.
 
     >>> path = checkpoint.save("checkpoints", 120, model=model, optimizer=optimizer)
     """
+    finish()
     group = communicator if communicator is not None else everyone()
     given: dict[str, Any] = {"scheduler": scheduler, "data": data}
     # Before the ranks agree on anything: wrong arguments are wrong on all of them.
@@ -159,15 +202,19 @@ def save(
         "forms": forms,
     }
     weights: ModelState | None = held.get("model")
-    return save_tensors(
-        folder,
-        pieces,
-        metadata,
+    target = step_directory(folder, step)
+    request = SaveRequest(
+        target=target,
+        torso=torso_directory(target),
+        tensors=pieces,
+        metadata=metadata,
         step=step,
-        communicator=group if isinstance(group, Communicator) else None,
-        keep_last=keep_last,
         alike={f"{PREFIX}/model/{name}" for name in (weights.parameters if weights else ())},
+        keep_last=keep_last,
+        group=group,
+        storage=Storage(),
     )
+    return begin(request) if background else save_now(request)
 
 
 def load(

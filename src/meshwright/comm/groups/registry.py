@@ -104,6 +104,8 @@ class ProcessState:
     """Compares every call with those of the other ranks; None unless requested."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """Deferred checks of values that a device had not computed yet, in the order recorded."""
+    saving: Any = None
+    """The save in the background, at most one, with methods ``look``, ``wait`` and ``leave``."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
     runs_met: Counter[str] = field(default_factory=Counter)

@@ -156,11 +156,12 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         is_host = self._is_host(torch.device(asked), sys._getframe(1))
         kwargs["device"] = HOST
+        is_pinned = bool(kwargs.pop("pin_memory", False))  # torch has none to give without a GPU
         with self._device.making(host=is_host):
             result = func(*args, **kwargs)
         if is_host:
             # No operator fills some of these, so they are registered here.
-            self._device.take_host(result, is_pinned=bool(kwargs.get("pin_memory")))
+            self._device.take_host(result, is_pinned=is_pinned)
         elif func in _COPIERS:
             self._stop_in(func, result)
         return result
