@@ -7,6 +7,7 @@ Bottom-up:
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
     optimizers  refusals of optimizers that are wrong on parts of parameters
+    optimizer_list  several optimizers as one
     norm        one norm over all axes, and clipping
 """
 
@@ -54,10 +55,14 @@ from meshwright.gradients.norm import (
     require_finite_norm,
     scale_to_norm,
 )
+from meshwright.gradients.optimizer_list import OptimizerFactory, OptimizerList, as_one, each_of
 from meshwright.gradients.optimizers import (
+    OWNED,
     check_optimizer,
+    check_ownable,
     declare_element_wise,
     look_at_optimizers,
+    looks_at_parameters,
     mark_mean,
     mark_stage,
     mean_axes,
@@ -68,6 +73,7 @@ from meshwright.gradients.optimizers import (
 
 __all__ = [
     "IGNORED",
+    "OWNED",
     "UNTOUCHED",
     "UNWRITTEN",
     "ZEROED",
@@ -77,24 +83,30 @@ __all__ = [
     "LossScale",
     "LossWindow",
     "NonFiniteValues",
+    "OptimizerFactory",
+    "OptimizerList",
     "SpreadGradients",
     "agree_on_non_finite",
     "apply_loss",
+    "as_one",
     "beyond_rounding",
     "beyond_rounding_first",
     "call_module",
     "check_optimizer",
+    "check_ownable",
     "clip_grad_norm_",
     "cut_batch",
     "declare_element_wise",
     "digest_of_all",
     "digests_of",
+    "each_of",
     "global_norm",
     "group_by_spread",
     "is_due",
     "kind_of",
     "leaves_of",
     "look_at_optimizers",
+    "looks_at_parameters",
     "mark_mean",
     "mark_stage",
     "mean_axes",

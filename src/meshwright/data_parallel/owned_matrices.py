@@ -1,0 +1,372 @@
+"""Optimizers that need whole matrices, on parameters that ranks share: one rank steps each matrix.
+
+::
+
+    every rank                     the owner of a matrix                     every rank
+    its part of the gradient ────> whole gradient, weight and state ───────> its part of the new
+                      all-to-all   the optimizer's own step     all-to-all   weight
+
+Matrices are dealt out once. An owner keeps whole weights between steps, so that they travel one way
+only; it gathers those anew whose parameter was written to, which all ranks do alike, and counted:
+digests of the parts find writes that are not. Where ranks hold whole parameters, the owner steps on
+its own, and only weights travel.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.comm import Communicator, LateNumbers, held_boxes, union
+from meshwright.comm.dtensors.dtensor import known_at_rest, local_of, mesh_communicators
+from meshwright.comm.failures.sameness import require_equal
+from meshwright.comm.graphs.untraced import apart
+from meshwright.data_parallel.replicas.replicated import ReplicatedModule, replica_state
+from meshwright.errors import LayoutError
+from meshwright.gradients import OWNED, check_ownable, digests_of, each_of, mean_axes
+from meshwright.layout import Box
+from meshwright.torch_internals.tensors import foreach_copy_, local_tensor_of, version_of
+
+_log = logging.getLogger(__name__)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+_GRADIENT = attrgetter("grad")
+
+
+@dataclass(slots=True, eq=False)
+class _Matrix:
+    """A parameter that several ranks hold, and that one of them steps."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: int
+    is_here: bool
+    """True on the owner."""
+    is_cut: bool
+    whole: nn.Parameter | None = None
+    version: int = -1
+    """That of the parameter when ``whole`` had its values."""
+    digest: torch.Tensor | None = None
+    """The bits of this rank's part then."""
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the parameter was written to since."""
+        return self.version != version_of(self.parameter)
+
+    def stepped(self) -> nn.Parameter:
+        """Return what the owner steps on: whole, in memory of its own if the parameter is cut."""
+        local = local_of(self.parameter)
+        if local is self.parameter:
+            return self.parameter
+        if self.whole is None:
+            shape = self.parameter.shape
+            self.whole = nn.Parameter(local.new_empty(shape) if self.is_cut else local.detach())
+        return self.whole
+
+    def part(self, tensor: torch.Tensor | None, number: int) -> torch.Tensor:
+        """Return a box that this rank holds of the weight or the gradient; zeros for None."""
+        like = self.parameter
+        if tensor is None:
+            return torch.zeros_like(_parts(like)[number][1])
+        wanted, found = ((t.dtype, getattr(t, "placements", None)) for t in (like, tensor))
+        if found != wanted:
+            raise LayoutError(
+                f"expected a gradient of {self.name!r} with its dtype and placements {wanted}, "
+                f"found {found}: convert .grad before the step"
+            )
+        return _parts(tensor)[number][1]
+
+
+_Route = tuple[_Matrix, int, int, Box]
+"""A box of a matrix, with the rank that holds it as its n-th and n."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Exchange:
+    """The matrices of one dtype that the ranks of one axis hold; they travel together."""
+
+    axis: Communicator
+    dtype: torch.dtype
+    matrices: list[_Matrix]
+    inward: list[_Route]
+    """To owners, each element once, from the ranks that differ from the owner least."""
+    outward: list[_Route]
+
+    def move(self, routes: Iterable[_Route], of: Callable[[Any], Any], label: str) -> None:
+        """Move ``of`` each matrix, its weight or gradient, to owners, or from them if `outward`."""
+        me, is_in = self.axis.rank, routes is not self.outward
+        going, coming = ([list[torch.Tensor]() for _ in self.axis.ranks] for _ in range(2))
+        for each, holder, number, box in routes:
+            held = each.part(of(each.parameter), number) if holder == me else None
+            whole = of(each.stepped())[box.slices()] if each.owner == me else None
+            source, target = (held, whole) if is_in else (whole, held)
+            start, end = (holder, each.owner) if is_in else (each.owner, holder)
+            if source is not None and target is not None:
+                target.copy_(source)
+            elif source is not None:
+                going[end].append(source)
+            elif target is not None:
+                coming[start].append(target)
+        to_go, to_come = ([sum(t.numel() for t in to) for to in way] for way in (going, coming))
+        flat = [tensor.reshape(-1) for to in going for tensor in to]
+        found = torch.empty(sum(to_come), dtype=self.dtype, device=self.axis.device)
+        line = torch.cat(flat).to(found.device) if flat else found.new_empty(0)
+        self.axis.all_to_all(
+            found, line, output_splits=to_come, input_splits=to_go, label=label
+        ).wait()
+        if targets := [tensor for to in coming for tensor in to]:
+            parts = found.split([tensor.numel() for tensor in targets])
+            shaped = [p.view(t.shape) for p, t in zip(parts, targets, strict=True)]
+            foreach_copy_(targets, shaped)
+
+    def sent(self) -> int:
+        """Count the bytes that this rank sends in a step."""
+        me = self.axis.rank
+        numel = sum(box.numel for m, holder, _, box in self.inward if holder == me != m.owner)
+        numel += sum(box.numel for m, holder, _, box in self.outward if m.owner == me != holder)
+        return numel * self.dtype.itemsize
+
+
+class OwnedMatrices:
+    """The exchanges around the steps of one optimizer.
+
+    Between steps its groups hold the model's parameters, and its state is that of the matrices
+    owned here.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Deal the matrices out. ``names`` are those of parameters, by ``id``. Collective."""
+        self._exchanges: list[_Exchange] = []
+        self.shares: list[str] = []
+        """For each set of ranks that share matrices, who has how much of the work."""
+        self._late = LateNumbers()
+        self._given: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        """During a step, each group with the parameters that it has between steps."""
+        shared: dict[tuple[int, ...], tuple[Communicator, dict[str, nn.Parameter]]] = {}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(held):
+            name = names.get(id(parameter), f"parameter {number}")
+            if (axis := _axis_of(parameter, name)) is not None:
+                shared.setdefault(axis.ranks, (axis, {}))[1][name] = parameter
+        for axis, named in shared.values():
+            owners, imbalance = deal([work_of(p.shape) for p in named.values()], axis.size)
+            found = _exchanges(axis, named, owners)
+            self._exchanges += found
+            self.shares.append(
+                f"own_matrices: {type(optimizer).__name__} steps each of {len(owners)} matrices on "
+                f"one of {axis.size} ranks, {owners.count(axis.rank)} on this one, which sends "
+                f"{sum(each.sent() for each in found)} bytes a step; the busiest has "
+                f"{imbalance:.2f} times the mean work"
+            )
+        self._matrices = {id(m.parameter): m for each in self._exchanges for m in each.matrices}
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    @apart
+    @torch.no_grad()
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step pre-hook: gathers gradients on owners, and puts whole matrices into the groups."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise TypeError("own_matrices: expected a step without closure, after the backward")
+        self._put_back(optimizer)  # the step before may have raised
+        self._look_for_writes()
+        for each in self._exchanges:
+            for found in each.matrices:
+                if found.is_here and found.is_cut:
+                    found.stepped().grad = torch.empty_like(found.stepped())
+            old = [route for route in each.inward if route[0].is_old]
+            if old:
+                each.move(old, _weight, "weights to owners")
+            if each.inward:
+                each.move(each.inward, _GRADIENT, "gradients to owners")
+        for group in optimizer.param_groups:
+            self._given.append((group, group["params"]))
+            group["params"] = [w for p in group["params"] for w in self._stepped(p, optimizer)]
+
+    def _stepped(self, parameter: nn.Parameter, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return what this rank steps on for ``parameter``, with its gradient and state."""
+        found, state = self._matrices.get(id(parameter)), optimizer.state
+        if found is None:
+            return [parameter]
+        if not found.is_here:
+            return []
+        whole = found.stepped()
+        if parameter.grad is None:
+            whole.grad = None
+        elif whole is not parameter and not found.is_cut:
+            whole.grad = local_of(parameter.grad)
+        if parameter in state:
+            state[whole] = state.pop(parameter)
+        return [whole]
+
+    @apart
+    @torch.no_grad()
+    def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step post-hook: gives every rank its parts of the new weights."""
+        self._put_back(optimizer)
+        for each in self._exchanges:
+            each.move(each.outward, _weight, "weights from owners")
+            cut = [found for found in each.matrices if found.is_cut]
+            for found, digest in zip(cut, _digests(cut), strict=True):
+                found.version, found.digest = version_of(found.parameter), digest
+
+    def _look_for_writes(self) -> None:
+        """Raise LayoutError for parts that have changed though no write to them was counted."""
+        self._late.settle()
+        known = [m for m in self._matrices.values() if m.digest is not None and not m.is_old]
+
+        def judge(numbers: Sequence[float]) -> None:
+            for found, is_changed in zip(known, numbers, strict=True):
+                if is_changed:
+                    raise LayoutError(
+                        f"{found.name!r} was written to since the last step, and no write was "
+                        "counted (.data, .to_local() and torch._foreach functions have none): its "
+                        "owner would overwrite that. Write to the parameter, as param.copy_ does"
+                    )
+
+        if known:
+            before = torch.stack([m.digest for m in known if m.digest is not None])
+            self._late.look(torch.stack(_digests(known)) != before, judge)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        """Put the model's parameters, and the state of those stepped here, into the optimizer."""
+        for group, parameters in self._given:
+            group["params"] = parameters
+        self._given.clear()
+        for found in self._matrices.values():
+            whole, state = found.whole, optimizer.state
+            if whole is not None:
+                whole.grad = None
+                if whole in state:
+                    state[found.parameter] = state.pop(whole)
+
+
+def own_matrices(optimizer: AnyOptimizer, model: nn.Module) -> AnyOptimizer:
+    """Make ``optimizer`` step on whole matrices, each on one of the ranks that share it.
+
+    For optimizers such as `torch.optim.Muon`, whose update of a parameter depends on that whole
+    parameter, its gradient and its state alone. Its parameters are those of ``model`` under
+    `replicate`, `fully_shard`, `parallelize_module` or several of them; all ranks call this after
+    these, and before the first step. Biases and embeddings belong to another optimizer.
+
+    Changes ``optimizer`` in place and returns it. Between steps its groups have the model's
+    parameters. Its state is whole, and on owners alone; `checkpoint` saves it by name and loads it
+    on any layout. A step sends gradients to owners and weights back, in one message each way.
+
+    Raises TypeError for an optimizer that looks at all parameters together or has flat ones,
+    ValueError if it was called before, and LayoutError where ranks have other parameters.
+
+    >>> matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    >>> muon = meshwright.own_matrices(torch.optim.Muon(matrices, lr=0.02), model)
+    """
+    check_ownable(optimizer)
+    for module in model.modules():
+        if isinstance(module, ReplicatedModule):
+            replica_state(module).set_up()  # so that its parameters know their ranks
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    vars(optimizer)[OWNED] = found = OwnedMatrices(optimizer, names)
+    for line in found.shares:
+        _log.info("%s", line)
+    return optimizer
+
+
+def shares_of(optimizer: Optimizer) -> list[str]:
+    """Describe who steps which share of an owned optimizer's matrices; of each in a list."""
+    return [line for e in each_of(optimizer) if OWNED in vars(e) for line in vars(e)[OWNED].shares]
+
+
+def sharers_of(parameter: torch.Tensor | None) -> tuple[Communicator | None, bool]:
+    """Return the ranks that share an owned parameter, None for any other, and whether this steps it.
+
+    State is whole, and on the one that does.
+    """
+    return (None, True) if parameter is None else _owners().get(parameter, (None, True))
+
+
+@functools.cache
+def _owners() -> WeakTensorKeyDictionary:
+    return WeakTensorKeyDictionary()
+
+
+def deal(work: Sequence[int], ranks: int) -> tuple[list[int], float]:
+    """Give each piece of ``work`` to the rank with the least so far, the largest first.
+
+    Returns the rank of each, and the work of the busiest over the mean. (Graham 1969.)
+    """
+    loads, found = [(0, rank) for rank in range(ranks)], [0] * len(work)
+    for number in sorted(range(len(work)), key=lambda n: -work[n]):
+        load, rank = heapq.heappop(loads)
+        found[number] = rank
+        heapq.heappush(loads, (load + work[number], rank))
+    return found, max(loads)[0] * ranks / max(1, sum(work))
+
+
+def work_of(shape: Sequence[int]) -> int:
+    """Multiplications in the smaller Gram matrix of ``shape``; leading dims are many matrices."""
+    return math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
+
+
+def _exchanges(
+    axis: Communicator, named: Mapping[str, nn.Parameter], owners: Sequence[int]
+) -> list[_Exchange]:
+    """Find the routes between all ranks of ``axis`` and the owners of its matrices."""
+    rows = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
+    what = "the parameters of own_matrices, [name, shape, dtype],"
+    require_equal(axis, rows, what, label="compare matrices", error=LayoutError)
+    mine = [[[box.offset, box.shape] for box, _ in _parts(p)] for p in named.values()]
+    everyones = axis.gather_values(mine, label="parts of matrices")
+    found: dict[torch.dtype, _Exchange] = {}
+    for number, (name, parameter) in enumerate(named.items()):
+        boxes = [[Box(*map(tuple, each)) for each in row[number]] for row in everyones]
+        alike: dict[tuple[Box, ...], list[int]] = {}
+        for rank, each in enumerate(boxes):
+            alike.setdefault(tuple(each), []).append(rank)
+        owner = owners[number]
+        # Of ranks with equal boxes, those that stand where the owner stands among its equals.
+        place = alike[tuple(boxes[owner])].index(owner)
+        senders = {ranks[place % len(ranks)] for ranks in alike.values()}
+        matrix = _Matrix(name, parameter, owner, owner == axis.rank, len(alike) > 1)
+        routes = [(matrix, r, n, box) for r, own in enumerate(boxes) for n, box in enumerate(own)]
+        inward = [route for route in routes if matrix.is_cut and route[1] in senders]
+        if matrix.is_cut and sum(box.numel for *_, box in inward) != parameter.numel():
+            raise LayoutError(f"{name!r}: ranks {axis.ranks} do not hold each element once")
+        exchange = found.setdefault(parameter.dtype, _Exchange(axis, parameter.dtype, [], [], []))
+        exchange.matrices.append(matrix)
+        exchange.inward.extend(inward)
+        exchange.outward.extend(r for r in routes if matrix.is_cut or r[1] != owner)
+        _owners()[parameter] = axis, matrix.is_here
+    return [*found.values()]
+
+
+def _axis_of(parameter: nn.Parameter, name: str) -> Communicator | None:
+    """Return the communicator of all ranks that hold ``parameter``; None for this one alone."""
+    known = known_at_rest(parameter)
+    if known is not None and type(local_tensor_of(parameter)) is not torch.Tensor:
+        raise TypeError(f"own_matrices: {name!r} is a tensor subclass, which no rank holds whole")
+    along = () if known is None else mesh_communicators(known.mesh)
+    axes = {axis.ranks: axis for axis in (*along, *mean_axes([parameter])) if not axis.is_alone}
+    wide = [a for r, a in axes.items() if not any({*r} < {*other} for other in axes)]
+    return union(wide) if wide else None
+
+
+def _parts(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    return [(box, memory) for box, memory in held_boxes(tensor) if box.numel]
+
+
+def _weight(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter
+
+
+def _digests(matrices: Iterable[_Matrix]) -> list[torch.Tensor]:
+    return [d for d in digests_of([m.parameter for m in matrices]) if d is not None]
