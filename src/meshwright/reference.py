@@ -18,14 +18,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.gather_dtensor import whole
-from meshwright.gradients import (
-    OptimizerFactory,
-    apply_loss,
-    as_one,
-    call_module,
-    clip_grad_norm_,
-    cut_batch,
-)
+from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one
 from meshwright.torch_internals.trees import tree_map
 
 FLOOR = 1e-6

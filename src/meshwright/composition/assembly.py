@@ -46,7 +46,7 @@ from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel.style import ExpertParallel
-from meshwright.gradients import OptimizerFactory
+from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan

@@ -45,14 +45,9 @@ from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel import ExpertParallel
-from meshwright.gradients import (
-    OWNED,
-    OptimizerFactory,
-    as_one,
-    check_optimizer,
-    each_of,
-    looks_at_parameters,
-)
+from meshwright.gradients import check_optimizer
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one, each_of
+from meshwright.gradients.optimizers import looks_at_parameters
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
@@ -444,22 +439,20 @@ class GivenParameters:
     ) -> Optimizer | None:
         """Call ``make`` with this rank's parameters; it may return existing optimizers.
 
-        Those that look at whole parameters get them by `own_matrices`.
-        Inside of ``copies`` each stage holds its own copy of a tied parameter. Parameters of other
-        stages are removed from the optimizer. Raises PlanError for one of replaced parameters,
+        Those that look at whole parameters get them by `own_matrices`. Inside of ``copies`` each
+        stage holds its own copy of a tied parameter. Parameters of other stages are removed. Raises PlanError for one of replaced parameters,
         whose steps would have no effect, TypeError as `check_optimizer` does.
         """
         if make is None:
             return None
         # torch rejects an empty list, but the groups must be those of the other ranks.
         nothing = nn.Parameter(torch.empty(0, device="cpu"))
-        made = make([*optimized_parameters(module, plan, copies)] or [nothing])
-        for each in each_of(made):
-            if looks_at_parameters(each) and OWNED not in vars(each) and not plan.train.flat:
+        optimizer = as_one(make([*optimized_parameters(module, plan, copies)] or [nothing]))
+        for each in each_of(optimizer):
+            if looks_at_parameters(each) and not plan.train.flat:
                 own_matrices(each, module)
             check_optimizer(each, has_closure=False)
-        optimizer = as_one(made)
-        groups: list[dict[str, Any]] = optimizer.param_groups
+        groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}
         given = {
             id(found): g.name for g in self._given.values() if (found := g.itself()) is not None

@@ -37,7 +37,7 @@ from meshwright.composition.example_run import evaluating
 from meshwright.composition.expert_rules import imbalance, move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.whole_run import AxisTraffic, add_traffic
-from meshwright.data_parallel.owned_matrices import shares_of, sharers_of
+from meshwright.data_parallel.owned_matrices import sharers_of
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
@@ -56,6 +56,8 @@ from meshwright.gradients import (
     scale_to_norm,
     step_if,
 )
+from meshwright.gradients.optimizer_list import each_of
+from meshwright.gradients.optimizers import OWNED
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
@@ -396,8 +398,10 @@ class Trainable:
         sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
         described = self._layout.describe(self.module, self.plan)
         found = add_traffic(described, [*sent], self._layout.gradients())
-        shares = [] if self.optimizer is None else shares_of(self.optimizer)
-        return replace(found, settings=(*found.settings, *shares))
+        for each in () if self.optimizer is None else each_of(self.optimizer):
+            shares = vars(each)[OWNED].shares if OWNED in vars(each) else ()
+            found = replace(found, settings=(*found.settings, *shares))
+        return found
 
     # --------------------------------------------------------------------------- internals
 
@@ -502,14 +506,14 @@ class Trainable:
 
     def _whole_optimizer(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
         found = tree_map(_whole, dict(parts))
-        owned: defaultdict[Communicator, dict[str, Any]] = defaultdict(dict)
+        state, owned = found["state"], defaultdict[Communicator, dict[str, Any]](dict)
         for name, parameter in self.named_parameters().items():
-            axis, is_here = sharers_of(parameter)
+            axis, _ = sharers_of(parameter)
             if axis is not None:
-                owned[axis].update({name: found["state"].pop(name)} if is_here else {})
+                owned[axis].update({name: state[name]} if name in state else {})
         for axis, mine in owned.items():
             for each in of_one(mine, axis):
-                found["state"].update(each)
+                state.update(each)
         return found
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:

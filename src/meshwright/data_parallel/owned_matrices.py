@@ -6,21 +6,18 @@
     its part of the gradient ────> whole gradient, weight and state ───────> its part of the new
                       all-to-all   the optimizer's own step     all-to-all   weight
 
-Matrices are dealt out once. An owner keeps whole weights between steps, so that they travel one way
-only; it gathers those anew whose parameter was written to, which all ranks do alike, and counted:
-digests of the parts find writes that are not. Where ranks hold whole parameters, the owner steps on
-its own, and only weights travel.
+Owners keep whole weights between steps, so that they travel one way only. They gather those anew
+whose parameter was written to: all ranks count the same writes. Digests find writes that no counter
+has. Where ranks hold whole parameters, the owner steps on its own, and only weights travel.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -34,24 +31,23 @@ from meshwright.comm.failures.sameness import require_equal
 from meshwright.comm.graphs.untraced import apart
 from meshwright.data_parallel.replicas.replicated import ReplicatedModule, replica_state
 from meshwright.errors import LayoutError
-from meshwright.gradients import OWNED, check_ownable, digests_of, each_of, mean_axes
+from meshwright.gradients import digests_of, mean_axes
+from meshwright.gradients.optimizers import OWNED, check_ownable
 from meshwright.layout import Box
 from meshwright.torch_internals.tensors import foreach_copy_, local_tensor_of, version_of
 
 _log = logging.getLogger(__name__)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-_GRADIENT = attrgetter("grad")
 
 
 @dataclass(slots=True, eq=False)
 class _Matrix:
-    """A parameter that several ranks hold, and that one of them steps."""
+    """A parameter that several ranks hold, whole or cut, and that one of them steps."""
 
     name: str
     parameter: nn.Parameter
     owner: int
     is_here: bool
-    """True on the owner."""
     is_cut: bool
     whole: nn.Parameter | None = None
     version: int = -1
@@ -61,7 +57,6 @@ class _Matrix:
 
     @property
     def is_old(self) -> bool:
-        """Whether the parameter was written to since."""
         return self.version != version_of(self.parameter)
 
     def stepped(self) -> nn.Parameter:
@@ -74,22 +69,23 @@ class _Matrix:
             self.whole = nn.Parameter(local.new_empty(shape) if self.is_cut else local.detach())
         return self.whole
 
-    def part(self, tensor: torch.Tensor | None, number: int) -> torch.Tensor:
-        """Return a box that this rank holds of the weight or the gradient; zeros for None."""
-        like = self.parameter
-        if tensor is None:
-            return torch.zeros_like(_parts(like)[number][1])
-        wanted, found = ((t.dtype, getattr(t, "placements", None)) for t in (like, tensor))
+    def part(self, number: int, *, of_gradient: bool) -> torch.Tensor:
+        """Return the ``number``-th box that this rank holds; zeros where there is no gradient."""
+        like, gradient = self.parameter, self.parameter.grad
+        if gradient is None or not of_gradient:
+            weight = _parts(like)[number][1]
+            return torch.zeros_like(weight) if of_gradient else weight
+        wanted, found = ((t.dtype, getattr(t, "placements", None)) for t in (like, gradient))
         if found != wanted:
             raise LayoutError(
-                f"expected a gradient of {self.name!r} with its dtype and placements {wanted}, "
-                f"found {found}: convert .grad before the step"
+                f"the gradient of {self.name!r}: expected dtype and placements {wanted}, found "
+                f"{found}: convert .grad before the step"
             )
-        return _parts(tensor)[number][1]
+        return _parts(gradient)[number][1]
 
 
 _Route = tuple[_Matrix, int, int, Box]
-"""A box of a matrix, with the rank that holds it as its n-th and n."""
+"""A matrix, a rank that holds it, and the number and box of a part there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,21 +99,22 @@ class _Exchange:
     """To owners, each element once, from the ranks that differ from the owner least."""
     outward: list[_Route]
 
-    def move(self, routes: Iterable[_Route], of: Callable[[Any], Any], label: str) -> None:
-        """Move ``of`` each matrix, its weight or gradient, to owners, or from them if `outward`."""
+    def move(self, routes: Iterable[_Route], label: str, *, of_gradient: bool = False) -> None:
+        """Move weights or gradients to owners, or from owners if ``routes`` are `outward`."""
         me, is_in = self.axis.rank, routes is not self.outward
         going, coming = ([list[torch.Tensor]() for _ in self.axis.ranks] for _ in range(2))
         for each, holder, number, box in routes:
-            held = each.part(of(each.parameter), number) if holder == me else None
-            whole = of(each.stepped())[box.slices()] if each.owner == me else None
+            held = each.part(number, of_gradient=of_gradient) if holder == me else None
+            stepped: Any = each.stepped() if each.is_here else None
+            stepped = stepped.grad if of_gradient and each.is_here else stepped
+            whole = stepped[box.slices()] if each.is_here else None
             source, target = (held, whole) if is_in else (whole, held)
-            start, end = (holder, each.owner) if is_in else (each.owner, holder)
             if source is not None and target is not None:
                 target.copy_(source)
             elif source is not None:
-                going[end].append(source)
+                going[each.owner if is_in else holder].append(source)
             elif target is not None:
-                coming[start].append(target)
+                coming[holder if is_in else each.owner].append(target)
         to_go, to_come = ([sum(t.numel() for t in to) for to in way] for way in (going, coming))
         flat = [tensor.reshape(-1) for to in going for tensor in to]
         found = torch.empty(sum(to_come), dtype=self.dtype, device=self.axis.device)
@@ -127,8 +124,7 @@ class _Exchange:
         ).wait()
         if targets := [tensor for to in coming for tensor in to]:
             parts = found.split([tensor.numel() for tensor in targets])
-            shaped = [p.view(t.shape) for p, t in zip(parts, targets, strict=True)]
-            foreach_copy_(targets, shaped)
+            foreach_copy_(targets, [p.view_as(t) for p, t in zip(parts, targets, strict=True)])
 
     def sent(self) -> int:
         """Count the bytes that this rank sends in a step."""
@@ -139,11 +135,7 @@ class _Exchange:
 
 
 class OwnedMatrices:
-    """The exchanges around the steps of one optimizer.
-
-    Between steps its groups hold the model's parameters, and its state is that of the matrices
-    owned here.
-    """
+    """The exchanges around the steps of one optimizer, between which it has its own parameters."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Deal the matrices out. ``names`` are those of parameters, by ``id``. Collective."""
@@ -152,7 +144,7 @@ class OwnedMatrices:
         """For each set of ranks that share matrices, who has how much of the work."""
         self._late = LateNumbers()
         self._given: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        """During a step, each group with the parameters that it has between steps."""
+        """During a step, each group with the model's parameters."""
         shared: dict[tuple[int, ...], tuple[Communicator, dict[str, nn.Parameter]]] = {}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(held):
@@ -161,15 +153,16 @@ class OwnedMatrices:
                 shared.setdefault(axis.ranks, (axis, {}))[1][name] = parameter
         for axis, named in shared.values():
             owners, imbalance = deal([work_of(p.shape) for p in named.values()], axis.size)
-            found = _exchanges(axis, named, owners)
-            self._exchanges += found
+            self._exchanges += (found := _exchanges(axis, named, owners))
             self.shares.append(
                 f"own_matrices: {type(optimizer).__name__} steps each of {len(owners)} matrices on "
                 f"one of {axis.size} ranks, {owners.count(axis.rank)} on this one, which sends "
                 f"{sum(each.sent() for each in found)} bytes a step; the busiest has "
                 f"{imbalance:.2f} times the mean work"
             )
+            _log.info("%s", self.shares[-1])
         self._matrices = {id(m.parameter): m for each in self._exchanges for m in each.matrices}
+        self._cut = [matrix for matrix in self._matrices.values() if matrix.is_cut]
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
@@ -177,19 +170,18 @@ class OwnedMatrices:
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step pre-hook: gathers gradients on owners, and puts whole matrices into the groups."""
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if any(map(callable, (*args[1:], *kwargs.values()))):
             raise TypeError("own_matrices: expected a step without closure, after the backward")
         self._put_back(optimizer)  # the step before may have raised
         self._look_for_writes()
+        for matrix in self._cut:
+            if matrix.is_here:
+                matrix.stepped().grad = torch.empty_like(matrix.stepped())
         for each in self._exchanges:
-            for found in each.matrices:
-                if found.is_here and found.is_cut:
-                    found.stepped().grad = torch.empty_like(found.stepped())
-            old = [route for route in each.inward if route[0].is_old]
-            if old:
-                each.move(old, _weight, "weights to owners")
+            if old := [route for route in each.inward if route[0].is_old]:
+                each.move(old, "weights to owners")
             if each.inward:
-                each.move(each.inward, _GRADIENT, "gradients to owners")
+                each.move(each.inward, "gradients to owners", of_gradient=True)
         for group in optimizer.param_groups:
             self._given.append((group, group["params"]))
             group["params"] = [w for p in group["params"] for w in self._stepped(p, optimizer)]
@@ -197,15 +189,11 @@ class OwnedMatrices:
     def _stepped(self, parameter: nn.Parameter, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return what this rank steps on for ``parameter``, with its gradient and state."""
         found, state = self._matrices.get(id(parameter)), optimizer.state
-        if found is None:
-            return [parameter]
-        if not found.is_here:
-            return []
+        if found is None or not found.is_here:
+            return [] if found else [parameter]
         whole = found.stepped()
-        if parameter.grad is None:
-            whole.grad = None
-        elif whole is not parameter and not found.is_cut:
-            whole.grad = local_of(parameter.grad)
+        if parameter.grad is None or not found.is_cut:
+            whole.grad = None if parameter.grad is None else local_of(parameter.grad)
         if parameter in state:
             state[whole] = state.pop(parameter)
         return [whole]
@@ -216,28 +204,9 @@ class OwnedMatrices:
         """Step post-hook: gives every rank its parts of the new weights."""
         self._put_back(optimizer)
         for each in self._exchanges:
-            each.move(each.outward, _weight, "weights from owners")
-            cut = [found for found in each.matrices if found.is_cut]
-            for found, digest in zip(cut, _digests(cut), strict=True):
-                found.version, found.digest = version_of(found.parameter), digest
-
-    def _look_for_writes(self) -> None:
-        """Raise LayoutError for parts that have changed though no write to them was counted."""
-        self._late.settle()
-        known = [m for m in self._matrices.values() if m.digest is not None and not m.is_old]
-
-        def judge(numbers: Sequence[float]) -> None:
-            for found, is_changed in zip(known, numbers, strict=True):
-                if is_changed:
-                    raise LayoutError(
-                        f"{found.name!r} was written to since the last step, and no write was "
-                        "counted (.data, .to_local() and torch._foreach functions have none): its "
-                        "owner would overwrite that. Write to the parameter, as param.copy_ does"
-                    )
-
-        if known:
-            before = torch.stack([m.digest for m in known if m.digest is not None])
-            self._late.look(torch.stack(_digests(known)) != before, judge)
+            each.move(each.outward, "weights from owners")
+        for matrix, digest in zip(self._cut, _digests(self._cut), strict=True):
+            matrix.version, matrix.digest = version_of(matrix.parameter), digest
 
     def _put_back(self, optimizer: Optimizer) -> None:
         """Put the model's parameters, and the state of those stepped here, into the optimizer."""
@@ -245,11 +214,27 @@ class OwnedMatrices:
             group["params"] = parameters
         self._given.clear()
         for found in self._matrices.values():
-            whole, state = found.whole, optimizer.state
-            if whole is not None:
-                whole.grad = None
-                if whole in state:
-                    state[found.parameter] = state.pop(whole)
+            if found.whole is not None:
+                found.whole.grad = None
+                if found.whole in optimizer.state:
+                    optimizer.state[found.parameter] = optimizer.state.pop(found.whole)
+
+    def _look_for_writes(self) -> None:
+        """Raise LayoutError for parts that have changed though no write to them was counted."""
+        self._late.settle()
+        known = [m for m in self._cut if m.digest is not None and not m.is_old]
+
+        def judge(numbers: Sequence[float]) -> None:
+            for found in (m for m, is_changed in zip(known, numbers, strict=True) if is_changed):
+                raise LayoutError(
+                    f"{found.name!r} was written to since the last step, past the counter of "
+                    "writes (as .data, .to_local() and torch._foreach functions do), and its owner "
+                    "would undo that: write to the parameter itself, as in param.copy_(values)"
+                )
+
+        if known:
+            before = [m.digest for m in known if m.digest is not None]
+            self._late.look(torch.stack(_digests(known)) != torch.stack(before), judge)
 
 
 def own_matrices(optimizer: AnyOptimizer, model: nn.Module) -> AnyOptimizer:
@@ -261,36 +246,28 @@ def own_matrices(optimizer: AnyOptimizer, model: nn.Module) -> AnyOptimizer:
     these, and before the first step. Biases and embeddings belong to another optimizer.
 
     Changes ``optimizer`` in place and returns it. Between steps its groups have the model's
-    parameters. Its state is whole, and on owners alone; `checkpoint` saves it by name and loads it
-    on any layout. A step sends gradients to owners and weights back, in one message each way.
+    parameters. State is whole, and on owners alone; `checkpoint` saves it by name and loads it on
+    any layout. A step sends gradients to owners and weights back, in one message each way.
 
-    Raises TypeError for an optimizer that looks at all parameters together or has flat ones,
-    ValueError if it was called before, and LayoutError where ranks have other parameters.
+    Raises TypeError for an optimizer that looks at all parameters together or has flat ones, and
+    LayoutError where ranks have other parameters.
 
     >>> matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     >>> muon = meshwright.own_matrices(torch.optim.Muon(matrices, lr=0.02), model)
     """
+    if OWNED in vars(optimizer):
+        return optimizer
     check_ownable(optimizer)
     for module in model.modules():
         if isinstance(module, ReplicatedModule):
             replica_state(module).set_up()  # so that its parameters know their ranks
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    vars(optimizer)[OWNED] = found = OwnedMatrices(optimizer, names)
-    for line in found.shares:
-        _log.info("%s", line)
+    vars(optimizer)[OWNED] = OwnedMatrices(optimizer, names)
     return optimizer
 
 
-def shares_of(optimizer: Optimizer) -> list[str]:
-    """Describe who steps which share of an owned optimizer's matrices; of each in a list."""
-    return [line for e in each_of(optimizer) if OWNED in vars(e) for line in vars(e)[OWNED].shares]
-
-
 def sharers_of(parameter: torch.Tensor | None) -> tuple[Communicator | None, bool]:
-    """Return the ranks that share an owned parameter, None for any other, and whether this steps it.
-
-    State is whole, and on the one that does.
-    """
+    """Return the ranks that share an owned parameter (else None), and whether its state is here."""
     return (None, True) if parameter is None else _owners().get(parameter, (None, True))
 
 
@@ -304,12 +281,11 @@ def deal(work: Sequence[int], ranks: int) -> tuple[list[int], float]:
 
     Returns the rank of each, and the work of the busiest over the mean. (Graham 1969.)
     """
-    loads, found = [(0, rank) for rank in range(ranks)], [0] * len(work)
+    loads, found = [0] * ranks, [0] * len(work)
     for number in sorted(range(len(work)), key=lambda n: -work[n]):
-        load, rank = heapq.heappop(loads)
-        found[number] = rank
-        heapq.heappush(loads, (load + work[number], rank))
-    return found, max(loads)[0] * ranks / max(1, sum(work))
+        found[number] = rank = loads.index(min(loads))
+        loads[rank] += work[number]
+    return found, max(loads) * ranks / max(1, sum(work))
 
 
 def work_of(shape: Sequence[int]) -> int:
@@ -327,16 +303,15 @@ def _exchanges(
     mine = [[[box.offset, box.shape] for box, _ in _parts(p)] for p in named.values()]
     everyones = axis.gather_values(mine, label="parts of matrices")
     found: dict[torch.dtype, _Exchange] = {}
-    for number, (name, parameter) in enumerate(named.items()):
+    for number, (owner, (name, parameter)) in enumerate(zip(owners, named.items(), strict=True)):
         boxes = [[Box(*map(tuple, each)) for each in row[number]] for row in everyones]
         alike: dict[tuple[Box, ...], list[int]] = {}
         for rank, each in enumerate(boxes):
             alike.setdefault(tuple(each), []).append(rank)
-        owner = owners[number]
         # Of ranks with equal boxes, those that stand where the owner stands among its equals.
         place = alike[tuple(boxes[owner])].index(owner)
         senders = {ranks[place % len(ranks)] for ranks in alike.values()}
-        matrix = _Matrix(name, parameter, owner, owner == axis.rank, len(alike) > 1)
+        matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
         routes = [(matrix, r, n, box) for r, own in enumerate(boxes) for n, box in enumerate(own)]
         inward = [route for route in routes if matrix.is_cut and route[1] in senders]
         if matrix.is_cut and sum(box.numel for *_, box in inward) != parameter.numel():
@@ -362,10 +337,6 @@ def _axis_of(parameter: nn.Parameter, name: str) -> Communicator | None:
 
 def _parts(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     return [(box, memory) for box, memory in held_boxes(tensor) if box.numel]
-
-
-def _weight(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter
 
 
 def _digests(matrices: Iterable[_Matrix]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Several optimizers of one model as a single one: stepped in order, one state by name."""
+"""Several optimizers of one model as a single one, whose state has the names of all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optim
 
 @declare_element_wise  # each of the list is checked by itself
 class OptimizerList(Optimizer):
-    """``optimizers``, of different parameters, as one whose groups are all of theirs."""
+    """``optimizers`` of different parameters, stepped in turn."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises ValueError for an empty list, and for a parameter that two of them hold."""
+        """Raises ValueError for an empty list, and for a parameter that two of them have."""
         self.optimizers = tuple(optimizers)
         super().__init__([group for each in optimizers for group in each.param_groups], {})
 
@@ -32,9 +32,7 @@ class OptimizerList(Optimizer):
     def state(self, value: object) -> None:
         """Ignored: torch's constructor sets an empty one."""
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401
-        """Step each in turn; ``closure`` computes the loss once, before the first."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for each in self.optimizers:
@@ -42,10 +40,9 @@ class OptimizerList(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        groups = list(state_dict["param_groups"])
+        groups = iter(state_dict["param_groups"])
         for each in self.optimizers:
-            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            own = [next(groups) for _ in each.param_groups]
             numbers = {number for group in own for number in group["params"]}
             state = {n: value for n, value in state_dict["state"].items() if n in numbers}
             each.load_state_dict({"state": state, "param_groups": own})
@@ -53,13 +50,11 @@ class OptimizerList(Optimizer):
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
 
 
-def each_of(made: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    """List the optimizers that a factory has made, or those of an `OptimizerList`."""
-    if isinstance(made, Optimizer):
-        return made.optimizers if isinstance(made, OptimizerList) else (made,)
-    return tuple(made)
-
-
 def as_one(made: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """Return an optimizer unchanged, and the `OptimizerList` of several."""
-    return made if isinstance(made, Optimizer) else OptimizerList(made)
+    return OptimizerList(made) if isinstance(made, Sequence) else made
+
+
+def each_of(made: Optimizer) -> tuple[Optimizer, ...]:
+    """List the optimizers of an `OptimizerList`; any other is alone."""
+    return made.optimizers if isinstance(made, OptimizerList) else (made,)

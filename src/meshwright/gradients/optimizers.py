@@ -136,19 +136,17 @@ def looks_at_parameters(optimizer: Optimizer) -> bool:
 
 
 def check_ownable(optimizer: Optimizer) -> None:
-    """Raise TypeError, or ValueError, if `own_matrices` cannot take ``optimizer``."""
+    """Raise TypeError if `own_matrices` cannot give ``optimizer`` what it looks at."""
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer) or looks is _Looks.ALL:
-        raise TypeError(f"own_matrices: expected an optimizer of single parameters, found {name}")
-    if OWNED in vars(optimizer):
-        raise ValueError(f"own_matrices was called with this {name} before")
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if is_marked_spread(parameter) or is_line(parameter):
-            raise TypeError(
-                f"own_matrices: {name} has parts of parameters, or lines of several (of "
-                "FullyShardedDataParallel or flat_groups), which no rank can make whole: shard "
-                "with fully_shard, and leave flat = true out of [train]"
-            )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = f"looks at {looks}" if looks is _Looks.ALL else ""
+    if any(is_marked_spread(each) or is_line(each) for each in held):
+        found = "has parts, or lines of several, of FullyShardedDataParallel or flat_groups"
+    if found:
+        raise TypeError(
+            f"own_matrices gives each parameter to one rank, and {name} {found}: shard with "
+            "fully_shard, leave flat = true out of [train], and take an optimizer of single ones"
+        )
 
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:

@@ -25,7 +25,8 @@ from meshwright.composition.example_run import evaluating
 from meshwright.errors import ParityError
 from meshwright.expert_parallel import auxiliary_loss, z_loss
 from meshwright.expert_parallel.routing import record_routers
-from meshwright.gradients import OptimizerFactory, as_one, call_module
+from meshwright.gradients import call_module
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one
 from meshwright.plan import ExpertPlan
 from meshwright.precision import Precision
 from meshwright.recipes.language_model import learning_rate, set_learning_rate

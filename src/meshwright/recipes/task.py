@@ -36,7 +36,7 @@ from meshwright.composition.checks import DROPOUTS
 from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.gradients import OptimizerFactory
+from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import LanguageModel, adamw, initialize
