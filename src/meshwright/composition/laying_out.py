@@ -440,8 +440,9 @@ class GivenParameters:
         """Call ``make`` with this rank's parameters; it may return existing optimizers.
 
         Those that look at whole parameters get them by `own_matrices`. Inside of ``copies`` each
-        stage holds its own copy of a tied parameter. Parameters of other stages are removed. Raises PlanError for one of replaced parameters,
-        whose steps would have no effect, TypeError as `check_optimizer` does.
+        stage holds its own copy of a tied parameter. Parameters of other stages are removed. Raises
+        PlanError for one of replaced parameters, whose steps would have no effect, TypeError as
+        `check_optimizer` does.
         """
         if make is None:
             return None

@@ -71,17 +71,13 @@ class _Matrix:
 
     def part(self, number: int, *, of_gradient: bool) -> torch.Tensor:
         """Return the ``number``-th box that this rank holds; zeros where there is no gradient."""
-        like, gradient = self.parameter, self.parameter.grad
-        if gradient is None or not of_gradient:
-            weight = _parts(like)[number][1]
-            return torch.zeros_like(weight) if of_gradient else weight
-        wanted, found = ((t.dtype, getattr(t, "placements", None)) for t in (like, gradient))
+        like, tensor = self.parameter, self.parameter.grad if of_gradient else self.parameter
+        if tensor is None:
+            return torch.zeros_like(_parts(like)[number][1])
+        wanted, found = ((t.dtype, getattr(t, "placements", None)) for t in (like, tensor))
         if found != wanted:
-            raise LayoutError(
-                f"the gradient of {self.name!r}: expected dtype and placements {wanted}, found "
-                f"{found}: convert .grad before the step"
-            )
-        return _parts(gradient)[number][1]
+            raise LayoutError(f"{self.name!r}: expected a gradient that is {wanted}, found {found}")
+        return _parts(tensor)[number][1]
 
 
 _Route = tuple[_Matrix, int, int, Box]
@@ -152,7 +148,7 @@ class OwnedMatrices:
             if (axis := _axis_of(parameter, name)) is not None:
                 shared.setdefault(axis.ranks, (axis, {}))[1][name] = parameter
         for axis, named in shared.values():
-            owners, imbalance = deal([work_of(p.shape) for p in named.values()], axis.size)
+            owners, imbalance = deal([p.shape for p in named.values()], axis.size)
             self._exchanges += (found := _exchanges(axis, named, owners))
             self.shares.append(
                 f"own_matrices: {type(optimizer).__name__} steps each of {len(owners)} matrices on "
@@ -189,8 +185,11 @@ class OwnedMatrices:
     def _stepped(self, parameter: nn.Parameter, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return what this rank steps on for ``parameter``, with its gradient and state."""
         found, state = self._matrices.get(id(parameter)), optimizer.state
-        if found is None or not found.is_here:
-            return [] if found else [parameter]
+        if found is None:
+            return [parameter]
+        if not found.is_here:
+            state.pop(parameter, None)  # a state that was loaded on all ranks
+            return []
         whole = found.stepped()
         if parameter.grad is None or not found.is_cut:
             whole.grad = None if parameter.grad is None else local_of(parameter.grad)
@@ -227,9 +226,9 @@ class OwnedMatrices:
         def judge(numbers: Sequence[float]) -> None:
             for found in (m for m, is_changed in zip(known, numbers, strict=True) if is_changed):
                 raise LayoutError(
-                    f"{found.name!r} was written to since the last step, past the counter of "
-                    "writes (as .data, .to_local() and torch._foreach functions do), and its owner "
-                    "would undo that: write to the parameter itself, as in param.copy_(values)"
+                    f"{found.name!r} has changed since the last step, past the counter of writes "
+                    "(as by .data, .to_local() and torch._foreach functions), and its owner would "
+                    "undo that: write to the parameter itself, as in param.copy_(values)"
                 )
 
         if known:
@@ -276,21 +275,18 @@ def _owners() -> WeakTensorKeyDictionary:
     return WeakTensorKeyDictionary()
 
 
-def deal(work: Sequence[int], ranks: int) -> tuple[list[int], float]:
-    """Give each piece of ``work`` to the rank with the least so far, the largest first.
+def deal(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[int], float]:
+    """Give each matrix to the rank with the least work so far, the one with most work first.
 
-    Returns the rank of each, and the work of the busiest over the mean. (Graham 1969.)
+    Work are multiplications in the smaller Gram matrix; leading dims are many matrices. Returns the
+    rank of each, and the work of the busiest over the mean. (Graham 1969.)
     """
+    work = [math.prod(shape) * min(shape[-2:], default=1) for shape in shapes]
     loads, found = [0] * ranks, [0] * len(work)
     for number in sorted(range(len(work)), key=lambda n: -work[n]):
         found[number] = rank = loads.index(min(loads))
         loads[rank] += work[number]
     return found, max(loads) * ranks / max(1, sum(work))
-
-
-def work_of(shape: Sequence[int]) -> int:
-    """Multiplications in the smaller Gram matrix of ``shape``; leading dims are many matrices."""
-    return math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
 
 def _exchanges(
