@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.expert_parallel import experts_of
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
+from support.expert_parallel.samples import Block, D, Fused
 from support.internals.axes import Axes
 
 __all__ = ["D", "NewtonSchulz", "batch", "factory", "loss_of", "mixture", "mlp", "plan_of", "solo"]
-
-D = 4
 
 
 class NewtonSchulz(torch.optim.Optimizer):
@@ -39,18 +37,6 @@ class NewtonSchulz(torch.optim.Optimizer):
                 parameter.sub_(x, alpha=group["lr"])
 
 
-class Experts(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(D, number)
-        self.experts = nn.ModuleList([nn.Linear(D, D) for _ in range(number)])
-        experts_of(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.router(x).softmax(-1).topk(1)
-        return x + self.experts(x, indices, weights)
-
-
 def mlp(rows: int = 6, layers: int = 1, last: int = 3) -> nn.Sequential:
     """Matrices of 8 rows, and two that ranks do not divide."""
     torch.manual_seed(0)
@@ -63,8 +49,8 @@ def mlp(rows: int = 6, layers: int = 1, last: int = 3) -> nn.Sequential:
 def mixture() -> nn.Sequential:
     """A chain with experts, for every axis."""
     torch.manual_seed(0)
-    layers = nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D), Experts(4), nn.Linear(D, 6)
-    return nn.Sequential(*layers).double()
+    first = nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D)
+    return nn.Sequential(*first, Block(Fused(4), 2), nn.Linear(D, 6)).double()
 
 
 def batch(step: int) -> torch.Tensor:
