@@ -19,7 +19,7 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
-from support.data_parallel.matrices import NewtonSchulz, batch, factory, loss_of, mlp
+from support.data_parallel.matrices import D, NewtonSchulz, batch, factory, loss_of, mlp
 from support.internals.data_parallel import deal, sharers_of
 from support.internals.gradients import OptimizerList, as_one
 
@@ -148,7 +148,7 @@ def share(whole: torch.Tensor, layout: str) -> torch.Tensor:
 
 def cut_mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3)
+    layers = nn.Linear(D, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3)
     return nn.Sequential(*layers).double()
 
 
@@ -173,10 +173,7 @@ def body_trains(layout: str, kind: str) -> None:
             optimizer.zero_grad()
         for (name, expected), mine in zip(one.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(
-                full(mine),
-                expected.detach(),
-                **CLOSE,
-                msg=lambda t, n=name, s=step: f"{s} {n}: {t}",
+                full(mine), expected.detach(), **CLOSE, msg=lambda t, n=(step, name): f"{n}: {t}"
             )
     # Between steps the optimizer has the model's parameters, and the state of what it owns.
     assert all(any(p is q for q in held) for p in owned.param_groups[0]["params"])
