@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 import meshwright as mw
 from meshwright import checkpoint
 from meshwright.plan import Plan, TrainPlan

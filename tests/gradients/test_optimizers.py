@@ -600,7 +600,7 @@ def body_plans() -> None:
     cuts = TensorPlan(rules={"0": "colwise", "2": "rowwise"})
     tensor = Plan(axes=Axes.of({"tensor": 2}), tensor=cuts)
     owned = mw.parallelize(net(), tensor, optimizer=torch.optim.Adafactor, **example)
-    assert "Adafactor steps each of 3 matrices" in str(owned.describe())
+    assert "Adafactor steps each of 4 matrices" in str(owned.describe())
     replicas = Plan(axes=Axes.of({"replicate": 2}))
     for kind in (torch.optim.LBFGS, OwnSearch, NeedsClosure):
         with pytest.raises(TypeError, match=rf"the step of {kind.__name__} needs closure"):

@@ -84,16 +84,43 @@ _Route = tuple[_Matrix, int, int, Box]
 """A matrix, a rank that holds it, and the number and box of a part there."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Exchange:
     """The matrices of one dtype that the ranks of one axis hold; they travel together."""
 
-    axis: Communicator
-    dtype: torch.dtype
-    matrices: list[_Matrix]
-    inward: list[_Route]
-    """To owners, each element once, from the ranks that differ from the owner least."""
-    outward: list[_Route]
+    def __init__(self, axis: Communicator, named: Mapping[str, nn.Parameter]) -> None:
+        """Deal the matrices out, and find the routes to owners and from them. Collective."""
+        self.axis = axis
+        self.dtype = next(iter(named.values())).dtype
+        self.matrices: list[_Matrix] = []
+        self.inward: list[_Route] = []
+        """To owners, each element once, from the ranks that differ from the owner least."""
+        self.outward: list[_Route] = []
+        rows = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
+        what = "the parameters of own_matrices, [name, shape, dtype],"
+        require_equal(axis, rows, what, label="compare matrices", error=LayoutError)
+        mine = [[[box.offset, box.shape] for box, _ in _parts(p)] for p in named.values()]
+        everyones = axis.gather_values(mine, label="parts of matrices")
+        owners, self.imbalance = deal([p.shape for p in named.values()], axis.size)
+        for number, (name, parameter) in enumerate(named.items()):
+            owner = owners[number]
+            boxes = [[Box(*map(tuple, each)) for each in row[number]] for row in everyones]
+            alike: dict[tuple[Box, ...], list[int]] = {}
+            for rank, each in enumerate(boxes):
+                alike.setdefault(tuple(each), []).append(rank)
+            # Of ranks with equal boxes, those that stand where the owner stands among its equals.
+            place = alike[tuple(boxes[owner])].index(owner)
+            senders = {ranks[place % len(ranks)] for ranks in alike.values()}
+            matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
+            routes = [
+                (matrix, r, n, box) for r, own in enumerate(boxes) for n, box in enumerate(own)
+            ]
+            inward = [route for route in routes if matrix.is_cut and route[1] in senders]
+            if matrix.is_cut and sum(box.numel for *_, box in inward) != parameter.numel():
+                raise LayoutError(f"{name!r}: ranks {axis.ranks} do not hold each element once")
+            self.matrices.append(matrix)
+            self.inward += inward
+            self.outward += [r for r in routes if matrix.is_cut or r[1] != owner]
+            _owners()[parameter] = axis, matrix.is_here
 
     def move(self, routes: Iterable[_Route], label: str, *, of_gradient: bool = False) -> None:
         """Move weights or gradients to owners, or from owners if ``routes`` are `outward`."""
@@ -122,12 +149,16 @@ class _Exchange:
             parts = found.split([tensor.numel() for tensor in targets])
             foreach_copy_(targets, [p.view_as(t) for p, t in zip(parts, targets, strict=True)])
 
-    def sent(self) -> int:
-        """Count the bytes that this rank sends in a step."""
+    def __str__(self) -> str:
         me = self.axis.rank
         numel = sum(box.numel for m, holder, _, box in self.inward if holder == me != m.owner)
         numel += sum(box.numel for m, holder, _, box in self.outward if m.owner == me != holder)
-        return numel * self.dtype.itemsize
+        return (
+            f"steps each of {len(self.matrices)} matrices on one of {self.axis.size} ranks, "
+            f"{sum(m.is_here for m in self.matrices)} on this one, which sends "
+            f"{numel * self.dtype.itemsize} bytes a step; the busiest has {self.imbalance:.2f} "
+            "times the mean work"
+        )
 
 
 class OwnedMatrices:
@@ -135,28 +166,20 @@ class OwnedMatrices:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Deal the matrices out. ``names`` are those of parameters, by ``id``. Collective."""
-        self._exchanges: list[_Exchange] = []
-        self.shares: list[str] = []
-        """For each set of ranks that share matrices, who has how much of the work."""
         self._late = LateNumbers()
         self._given: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """During a step, each group with the model's parameters."""
-        shared: dict[tuple[int, ...], tuple[Communicator, dict[str, nn.Parameter]]] = {}
+        shared: dict[object, tuple[Communicator, dict[str, nn.Parameter]]] = {}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(held):
             name = names.get(id(parameter), f"parameter {number}")
             if (axis := _axis_of(parameter, name)) is not None:
-                shared.setdefault(axis.ranks, (axis, {}))[1][name] = parameter
-        for axis, named in shared.values():
-            owners, imbalance = deal([p.shape for p in named.values()], axis.size)
-            self._exchanges += (found := _exchanges(axis, named, owners))
-            self.shares.append(
-                f"own_matrices: {type(optimizer).__name__} steps each of {len(owners)} matrices on "
-                f"one of {axis.size} ranks, {owners.count(axis.rank)} on this one, which sends "
-                f"{sum(each.sent() for each in found)} bytes a step; the busiest has "
-                f"{imbalance:.2f} times the mean work"
-            )
-            _log.info("%s", self.shares[-1])
+                key = axis.ranks, parameter.dtype
+                shared.setdefault(key, (axis, {}))[1][name] = parameter
+        self._exchanges = [_Exchange(*each) for each in shared.values()]
+        kind = type(optimizer).__name__
+        self.shares = [f"own_matrices: {kind} {each}" for each in self._exchanges]
+        """Who has how much of the work, for each set of ranks that share matrices."""
         self._matrices = {id(m.parameter): m for each in self._exchanges for m in each.matrices}
         self._cut = [matrix for matrix in self._matrices.values() if matrix.is_cut]
         optimizer.register_step_pre_hook(self._begin)
@@ -261,7 +284,9 @@ def own_matrices(optimizer: AnyOptimizer, model: nn.Module) -> AnyOptimizer:
         if isinstance(module, ReplicatedModule):
             replica_state(module).set_up()  # so that its parameters know their ranks
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    vars(optimizer)[OWNED] = OwnedMatrices(optimizer, names)
+    vars(optimizer)[OWNED] = found = OwnedMatrices(optimizer, names)
+    for line in found.shares:
+        _log.info("%s", line)
     return optimizer
 
 
@@ -287,37 +312,6 @@ def deal(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[int], float]
         found[number] = rank = loads.index(min(loads))
         loads[rank] += work[number]
     return found, max(loads) * ranks / max(1, sum(work))
-
-
-def _exchanges(
-    axis: Communicator, named: Mapping[str, nn.Parameter], owners: Sequence[int]
-) -> list[_Exchange]:
-    """Find the routes between all ranks of ``axis`` and the owners of its matrices."""
-    rows = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
-    what = "the parameters of own_matrices, [name, shape, dtype],"
-    require_equal(axis, rows, what, label="compare matrices", error=LayoutError)
-    mine = [[[box.offset, box.shape] for box, _ in _parts(p)] for p in named.values()]
-    everyones = axis.gather_values(mine, label="parts of matrices")
-    found: dict[torch.dtype, _Exchange] = {}
-    for number, (owner, (name, parameter)) in enumerate(zip(owners, named.items(), strict=True)):
-        boxes = [[Box(*map(tuple, each)) for each in row[number]] for row in everyones]
-        alike: dict[tuple[Box, ...], list[int]] = {}
-        for rank, each in enumerate(boxes):
-            alike.setdefault(tuple(each), []).append(rank)
-        # Of ranks with equal boxes, those that stand where the owner stands among its equals.
-        place = alike[tuple(boxes[owner])].index(owner)
-        senders = {ranks[place % len(ranks)] for ranks in alike.values()}
-        matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
-        routes = [(matrix, r, n, box) for r, own in enumerate(boxes) for n, box in enumerate(own)]
-        inward = [route for route in routes if matrix.is_cut and route[1] in senders]
-        if matrix.is_cut and sum(box.numel for *_, box in inward) != parameter.numel():
-            raise LayoutError(f"{name!r}: ranks {axis.ranks} do not hold each element once")
-        exchange = found.setdefault(parameter.dtype, _Exchange(axis, parameter.dtype, [], [], []))
-        exchange.matrices.append(matrix)
-        exchange.inward.extend(inward)
-        exchange.outward.extend(r for r in routes if matrix.is_cut or r[1] != owner)
-        _owners()[parameter] = axis, matrix.is_here
-    return [*found.values()]
 
 
 def _axis_of(parameter: nn.Parameter, name: str) -> Communicator | None:
