@@ -244,9 +244,25 @@ def test_two_messages_whatever_the_number_of_matrices(ranks: Ranks) -> None:
     ranks(2, body_sends)
 
 
+def body_sends_in_rows() -> None:
+    """Gradients come from the owner's own replica; weights go to both."""
+    me = communicator().rank
+    model = hybrid(mlp(rows=8, layers=4, last=4))
+    held: list[Any] = matrices(model)
+    owners, _ = deal([tuple(p.shape) for p in held], 4)
+    parts = [8 * p.to_local().numel() for p in held]
+    near = [n for n, o in zip(parts, owners, strict=True) if o // 2 == me // 2 and o != me]
+    back = [3 * n for n, o in zip(parts, owners, strict=True) if o == me]
+    assert sent_in_a_step(model, "hybrid") == [
+        ("all_to_all", "gradients to owners", sum(near)),
+        ("all_to_all", "weights from owners", sum(back)),
+    ]
+
+
 @pytest.mark.slow
-def test_two_messages_among_four(ranks: Ranks) -> None:
-    ranks(4, body_sends)
+@pytest.mark.parametrize("body", [body_sends, body_sends_in_rows])
+def test_two_messages_among_four(ranks: Ranks, body: Callable[[], None]) -> None:
+    ranks(4, body)
 
 
 # -------------------------------------------------------------------------------- who writes
