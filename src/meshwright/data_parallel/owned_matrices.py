@@ -93,7 +93,7 @@ class _Exchange:
         self.dtype = next(iter(named.values())).dtype
         self.matrices: list[_Matrix] = []
         self.inward: list[_Route] = []
-        """To owners, each element once, from the ranks that differ from the owner least."""
+        """This rank's to owners: each element once, from ranks that differ from the owner least."""
         self.outward: list[_Route] = []
         rows = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
         what = "the parameters of own_matrices, [name, shape, dtype],"
@@ -110,16 +110,14 @@ class _Exchange:
             # Of ranks with equal boxes, those that stand where the owner stands among its equals.
             place = alike[tuple(boxes[owner])].index(owner)
             senders = {ranks[place % len(ranks)] for ranks in alike.values()}
-            matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
-            routes = [
-                (matrix, r, n, box) for r, own in enumerate(boxes) for n, box in enumerate(own)
-            ]
-            inward = [route for route in routes if matrix.is_cut and route[1] in senders]
-            if matrix.is_cut and sum(box.numel for *_, box in inward) != parameter.numel():
+            if sum(box.numel for r in senders for box in boxes[r]) != parameter.numel():
                 raise LayoutError(f"{name!r}: ranks {axis.ranks} do not hold each element once")
+            matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
             self.matrices.append(matrix)
-            self.inward += inward
-            self.outward += [r for r in routes if matrix.is_cut or r[1] != owner]
+            for rank in range(axis.size) if matrix.is_here else [axis.rank]:
+                routes = [(matrix, rank, n, box) for n, box in enumerate(boxes[rank])]
+                self.inward += routes if matrix.is_cut and rank in senders else []
+                self.outward += routes if matrix.is_cut or rank != owner else []
             _owners()[parameter] = axis, matrix.is_here
 
     def move(self, routes: Iterable[_Route], label: str, *, of_gradient: bool = False) -> None:
@@ -197,9 +195,9 @@ class OwnedMatrices:
             if matrix.is_here:
                 matrix.stepped().grad = torch.empty_like(matrix.stepped())
         for each in self._exchanges:
-            if old := [route for route in each.inward if route[0].is_old]:
-                each.move(old, "weights to owners")
-            if each.inward:
+            if any(matrix.is_cut and matrix.is_old for matrix in each.matrices):
+                each.move([r for r in each.inward if r[0].is_old], "weights to owners")
+            if any(matrix.is_cut for matrix in each.matrices):
                 each.move(each.inward, "gradients to owners", of_gradient=True)
         for group in optimizer.param_groups:
             self._given.append((group, group["params"]))

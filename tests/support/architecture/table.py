@@ -59,7 +59,7 @@ ROOM_LINES: dict[str, int] = {
     "composition": 5442,
     "context_parallel": 2063,
     "data": 432,
-    "data_parallel": 16758,
+    "data_parallel": 16756,
     "doctor": 681,
     "environment": 219,
     "errors": 150,
