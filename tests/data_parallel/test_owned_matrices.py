@@ -313,7 +313,8 @@ def body_gradients() -> None:
     for step in range(2):
         for each, x in ((one, batch(step)), (model, share(batch(step), "shard"))):
             loss_of(each(x)).backward()
-            each[3].weight.grad = None
+            if step == 1:  # with momentum, which a gradient of zeros would let move the weight
+                each[3].weight.grad = None
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
