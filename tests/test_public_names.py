@@ -40,6 +40,7 @@ NAMES = {
     "fully_shard",
     "init_device_mesh",
     "launch",
+    "own_matrices",
     "parallelize",
     "parallelize_module",
     "pipeline",

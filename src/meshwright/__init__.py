@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DistributedDataParallel,
         flat_groups,
         fully_shard,
+        own_matrices,
         replicate,
     )
     from meshwright.errors import (
@@ -82,6 +83,7 @@ __all__ = [
     "fully_shard",
     "init_device_mesh",
     "launch",
+    "own_matrices",
     "parallelize",
     "parallelize_module",
     "pipeline",
@@ -100,6 +102,7 @@ _HOME = MappingProxyType(
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
         "launch": "launching.pool",
+        "own_matrices": "data_parallel",
         "parallelize": "composition",
         "parallelize_module": "tensor_parallel",
         "pipeline": "pipelining",

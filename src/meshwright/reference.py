@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one
 from meshwright.torch_internals.trees import tree_map
 
 FLOOR = 1e-6
@@ -99,7 +99,7 @@ def train_reference(
     model: nn.Module,
     batches: Batches,
     *,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: OptimizerFactory,
     loss: Callable[..., object],
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -116,7 +116,7 @@ def train_reference(
     trained = copy.deepcopy(model)
     if dtype is not None:
         trained.to(dtype)
-    stepper = optimizer(trained.parameters())
+    stepper = as_one(optimizer(trained.parameters()))
     trained.train()
     losses: list[float] = []
     gradients: list[dict[str, torch.Tensor]] = []

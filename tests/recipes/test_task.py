@@ -106,6 +106,13 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> 
     torch.testing.assert_close(saved["state/model/3.weight"], model.state_dict()["3.weight"])
 
 
+def test_several_optimizers_have_parity_on_shards(ranks: Ranks, tmp_path: Path) -> None:
+    options = ["optimizer.factory=support.recipes.own:two", "optimizer.options={lr=0.05}"]
+    options += ["axes.shard=2", "axes.replicate=1", "run.check_parity=true", "run.steps=3"]
+    outcome = ranks(2, run_own, tmp_path, *options)[0]
+    assert "shard=2, replicate=1 equals one process over 3 steps in float64" in outcome.parity
+
+
 @pytest.mark.parametrize("loss", ["", "support.recipes.own:logits_loss"])
 def test_dicts_are_keyword_arguments_and_labels_the_target(
     ranks: Ranks, tmp_path: Path, loss: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,7 @@ from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel.style import ExpertParallel
+from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
@@ -60,7 +61,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan,
     *,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    optimizer: OptimizerFactory | None,
     loss: Loss,
     example: object = None,
     group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
@@ -69,8 +70,10 @@ def parallelize(
 
     Every rank must call this with an equal model and plan; parameters and buffers become those of
     rank 0. A ``model`` on the meta device gets the values of ``[train] seed``, the same on every
-    layout. ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a
-    mean, or ``(sum, count)``; either way the gradient is that of the mean over the global batch.
+    layout. ``optimizer`` is called with this rank's parameters, and returns an optimizer or a list
+    of them, stepped in order; those that look at whole parameters step by `own_matrices`.
+    ``loss(output, target)`` returns a mean, or ``(sum, count)``; either way the gradient is that of
+    the mean over the global batch.
     ``example`` is a small batch of inputs, as for `Trainable.step`; axes pipeline, context,
     expert and tensor run the model on it. ``group`` is a process group, None for all ranks; a
     process without one connects first.
@@ -205,7 +208,7 @@ def _inputs(example: object) -> Inputs:
 def pipelined(
     model: nn.Module,
     plan: Plan,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    optimizer: OptimizerFactory | None,
     loss: Loss,
     example: Inputs,
     peers: LayoutCommunicators,

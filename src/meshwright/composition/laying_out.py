@@ -38,6 +38,7 @@ from meshwright.composition.tensor_rules import ModelCut
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat_parameters import parts_of_flat
+from meshwright.data_parallel.owned_matrices import own_matrices
 from meshwright.data_parallel.replicas.replicated import replica_state, replicate_with
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
@@ -45,6 +46,8 @@ from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel import ExpertParallel
 from meshwright.gradients import check_optimizer
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one, each_of
+from meshwright.gradients.optimizers import looks_at_parameters
 from meshwright.losses.chunked import head_of, in_chunks
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
@@ -440,23 +443,27 @@ class GivenParameters:
 
     def optimizer(
         self,
-        make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        make: OptimizerFactory | None,
         module: nn.Module,
         plan: Plan,
         copies: contextlib.AbstractContextManager[object],
     ) -> Optimizer | None:
-        """Call ``make`` with this rank's parameters; it may return an existing optimizer.
+        """Call ``make`` with this rank's parameters; it may return existing optimizers.
 
-        Inside of ``copies`` each stage holds its own copy of a tied parameter. Parameters of other
-        stages are removed from the optimizer. Raises PlanError for one of replaced parameters,
-        whose steps would have no effect, TypeError as `check_optimizer` does.
+        Those that look at whole parameters get them by `own_matrices`. Inside of ``copies`` each
+        stage holds its own copy of a tied parameter. Parameters of other stages are removed. Raises
+        PlanError for one of replaced parameters, whose steps would have no effect, TypeError as
+        `check_optimizer` does.
         """
         if make is None:
             return None
         # torch rejects an empty list, but the groups must be those of the other ranks.
         nothing = nn.Parameter(torch.empty(0, device="cpu"))
-        optimizer = make([*optimized_parameters(module, plan, copies)] or [nothing])
-        check_optimizer(optimizer, has_closure=False)
+        optimizer = as_one(make([*optimized_parameters(module, plan, copies)] or [nothing]))
+        for each in each_of(optimizer):
+            if looks_at_parameters(each) and not plan.train.flat:
+                own_matrices(each, module)
+            check_optimizer(each, has_closure=False)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}
         given = {
@@ -478,7 +485,8 @@ class GivenParameters:
             kept: list[nn.Parameter] = []
             for parameter in group["params"]:
                 if parameter is nothing or is_elsewhere(parameter):
-                    optimizer.state.pop(parameter, None)
+                    for each in each_of(optimizer):
+                        each.state.pop(parameter, None)
                 else:
                     kept.append(parameter)
             group["params"] = kept

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator, phase, settle
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.composition.context_rules import BatchSplit, over_parts, split_batch
@@ -31,7 +30,9 @@ from meshwright.composition.trainable import (
     EvalResult,
     StepResult,
     Trainable,
+    of_one,
     tensors_in,
+    union,
 )
 from meshwright.errors import InternalError, PipelinePeerError, PlanError, warn
 from meshwright.gradients import Factor, SpreadGradients, apply_loss, group_by_spread, multiply_
@@ -192,36 +193,6 @@ class PipelinedLayout(DataLayout):
 
 
 # ------------------------------------------------------------------- what all ranks hold together
-
-
-def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
-    """Collect the tensors of all ranks of ``axis`` on each, sparse ones as dense.
-
-    If several ranks have a name, the first rank's tensor is taken.
-    """
-    own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
-    facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
-    rows = axis.gather_values(facts, label="names of a pipeline")
-    found: dict[str, torch.Tensor] = {}
-    for source, row in enumerate(rows):
-        for name, shape, dtype in row:  # the gathered order, so that broadcasts match
-            if source == axis.rank:
-                tensor = own[name].detach().to(axis.device).contiguous()
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
-            if tensor.numel():
-                axis.broadcast(tensor, source=source, label="state of a pipeline").wait()
-            found.setdefault(name, tensor)
-    return found
-
-
-def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
-    """Collect the nested states of all ranks of ``axis`` on each, in rank order."""
-    tensors, structure = flatten(dict(own), str(axis.rank))
-    whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-    everything = union(whole, axis)
-    rows = axis.gather_values(structure, label="state of a pipeline")
-    return [cast("Mapping[str, Any]", unflatten(row, everything)) for row in rows]
 
 
 def said_by(source: int, say: Callable[[], object], axis: Communicator, what: str) -> Any:  # noqa: ANN401

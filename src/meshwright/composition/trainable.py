@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
@@ -36,6 +38,7 @@ from meshwright.composition.example_run import evaluating
 from meshwright.composition.expert_rules import imbalance, move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.whole_run import AxisTraffic, add_traffic
+from meshwright.data_parallel.owned_matrices import sharers_of
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
@@ -54,6 +57,8 @@ from meshwright.gradients import (
     scale_to_norm,
     step_if,
 )
+from meshwright.gradients.optimizer_list import each_of
+from meshwright.gradients.optimizers import OWNED
 from meshwright.losses.chunked import chunked_heads
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -382,6 +387,7 @@ class Trainable:
             values = {
                 name: {key: _part(value, named.get(name)) for key, value in own.items()}
                 for name, own in saved["state"].items()
+                if sharers_of(named.get(name))[1]
             }
             if not copies:
                 saved["state"].clear()  # so that tensors are freed once copied into flat storage
@@ -400,8 +406,12 @@ class Trainable:
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
         sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
         described = self._layout.describe(self.module, self.plan)
-        described = replace(described, settings=(*described.settings, *self._origins))
-        return add_traffic(described, [*sent], self._layout.gradients())
+        found = add_traffic(described, [*sent], self._layout.gradients())
+        owned = () if self.optimizer is None else each_of(self.optimizer)
+        shares = (
+            line for each in owned if OWNED in vars(each) for line in vars(each)[OWNED].shares
+        )
+        return replace(found, settings=(*found.settings, *self._origins, *shares))
 
     # --------------------------------------------------------------------------- internals
 
@@ -507,7 +517,16 @@ class Trainable:
         return agree_on_non_finite(self._peers.everyone, found, what=what, harm=harm)
 
     def _whole_optimizer(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        return tree_map(_whole, dict(parts))
+        found = tree_map(_whole, dict(parts))
+        state, owned = found["state"], defaultdict[Communicator, dict[str, Any]](dict)
+        for name, parameter in self.named_parameters().items():
+            axis, _ = sharers_of(parameter)
+            if axis is not None:
+                owned[axis].update({name: state[name]} if name in state else {})
+        for axis, mine in owned.items():
+            for each in of_one(mine, axis):
+                state.update(each)
+        return found
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         self.module.load_state_dict(parts)
@@ -604,6 +623,36 @@ def tensors_in(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
+def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
+    """Collect the tensors of all ranks of ``axis`` on each, sparse ones as dense.
+
+    If several ranks have a name, the first rank's tensor is taken.
+    """
+    own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
+    facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
+    rows = axis.gather_values(facts, label="names of a state")
+    found: dict[str, torch.Tensor] = {}
+    for source, row in enumerate(rows):
+        for name, shape, dtype in row:  # the gathered order, so that broadcasts match
+            if source == axis.rank:
+                tensor = own[name].detach().to(axis.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
+            if tensor.numel():
+                axis.broadcast(tensor, source=source, label="state of all ranks").wait()
+            found.setdefault(name, tensor)
+    return found
+
+
+def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
+    """Collect the nested states of all ranks of ``axis`` on each, in rank order."""
+    tensors, structure = flatten(dict(own), str(axis.rank))
+    whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    everything = union(whole, axis)
+    rows = axis.gather_values(structure, label="state of all ranks")
+    return [cast("Mapping[str, Any]", unflatten(row, everything)) for row in rows]
+
+
 def _whole(value: object) -> object:
     return whole(value, label="optimizer state") if isinstance(value, torch.Tensor) else value
 
@@ -612,7 +661,7 @@ def _part(value: object, parameter: torch.Tensor | None) -> object:
     """Shard state of the parameter's shape like the parameter; copy step counts and the like."""
     if not isinstance(value, torch.Tensor):
         return value
-    if parameter is not None and value.shape == parameter.shape:
+    if parameter is not None and value.shape == parameter.shape and not sharers_of(parameter)[0]:
         return part_like(value, parameter)
     # torch keeps a step count as the tensor that it is given.
     return value.clone()

@@ -10,6 +10,7 @@ Bottom-up:
     shards                  sharded parameters: their memory, their units, and how users see them
     sharded_modules         `fully_shard`: the hooks that gather, free and reduce units
     flat_parameters         the flat view of a model, for optimizers
+    owned_matrices          whole matrices, each on one rank, for optimizers: `own_matrices`
     residency               replicated and sharded modules as a pipeline's schedule drives them
 """
 
@@ -22,6 +23,7 @@ from meshwright.data_parallel.modules.batch_norm import (
     synchronise_batch_norm,
     synchronize_batch_norm,
 )
+from meshwright.data_parallel.owned_matrices import own_matrices
 from meshwright.data_parallel.replicas.distributed import DistributedDataParallel
 from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
 from meshwright.data_parallel.replicas.low_precision import MixedPrecision
@@ -67,6 +69,7 @@ __all__ = [
     "flat_groups",
     "fully_shard",
     "keep_batch_norm_local",
+    "own_matrices",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

@@ -7,6 +7,7 @@ Bottom-up:
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
     optimizers  refusals of optimizers that are wrong on parts of parameters
+    optimizer_list  several optimizers as one
     norm        one norm over all axes, and clipping
 """
 

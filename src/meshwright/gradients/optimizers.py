@@ -5,6 +5,7 @@ What each class depends on, and the parameters for which it gives the results of
     depends on        whole   DTensor   part, or several in one flat   stage of a pipeline
     elements          yes     yes       yes                            yes
     each parameter    yes     torch's   refused                        yes
+    the same, OWNED   yes     yes       refused                        yes
     all parameters    yes     torch's   refused, unless it is whole    refused
     unknown           yes     torch's   a warning                      a warning
 
@@ -76,7 +77,8 @@ _KNOWN = MappingProxyType(
 
 _NOT_FOR_DTENSORS: MappingProxyType[type, str] = MappingProxyType(
     {
-        torch.optim.Adafactor: "Use AdamW, or replicate, where parameters are whole",
+        torch.optim.Adafactor: "Call meshwright.own_matrices(optimizer, model), or use AdamW, or "
+        "replicate, where parameters are whole",
         torch.optim.Rprop: "Give it flat_groups(model), which are plain tensors",
     }
 )
@@ -89,6 +91,8 @@ _DECLARED = "_meshwright_looks_at_elements"
 _STAGE = "_meshwright_stage"
 _MEAN = "_meshwright_mean"
 _ZEROS = "_meshwright_zeros"
+OWNED = "_meshwright_owned"
+"""The attribute of an optimizer that `own_matrices` gives whole parameters in its steps."""
 
 
 class _Mark:
@@ -124,6 +128,25 @@ def declare_element_wise(cls: Class) -> Class:
         raise TypeError(f"{cls.__name__} is not element-wise: it looks at {looks}")
     setattr(cls, _DECLARED, True)
     return cls
+
+
+def looks_at_parameters(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is of a class known to look at each parameter as a whole."""
+    return _looks(type(optimizer)) is _Looks.PARAMETER
+
+
+def check_ownable(optimizer: Optimizer) -> None:
+    """Raise TypeError if `own_matrices` cannot give ``optimizer`` what it looks at."""
+    looks, name = _looks(type(optimizer)), type(optimizer).__name__
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = f"looks at {looks}" if looks is _Looks.ALL else ""
+    if any(is_marked_spread(each) or is_line(each) for each in held):
+        found = "has parts, or lines of several, of FullyShardedDataParallel or flat_groups"
+    if found:
+        raise TypeError(
+            f"own_matrices gives each parameter to one rank, and {name} {found}: shard with "
+            "fully_shard, leave flat = true out of [train], and take an optimizer of single ones"
+        )
 
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
@@ -268,7 +291,8 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     Returns a warning about an unknown class or an empty group, "" if there is none.
     """
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    is_owned = OWNED in vars(optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"] if not is_owned]
     lacks = next(
         (_NOT_FOR_DTENSORS[c] for c in type(optimizer).__mro__ if c in _NOT_FOR_DTENSORS), ""
     )
@@ -278,7 +302,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"fully_shard and parallelize_module are. {lacks}"
         )
     _refuse_twice(held, name)
-    if looks is not _Looks.UNKNOWN:
+    if looks is not _Looks.UNKNOWN and held:
         _refuse_mixed(optimizer)
     if looks is _Looks.ALL and not _make_a_row(held):
         raise TypeError(
@@ -386,7 +410,8 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
         found = f"{max(parts, lines)} of its {len(held)} parameters are parts, or lines of several"
         return (
             f"{found} (of FullyShardedDataParallel or flat_groups)",
-            "shard with fully_shard, whose parameters are DTensors, or use replicate",
+            "shard with fully_shard, whose parameters are DTensors and which own_matrices makes "
+            "whole, or use replicate",
         )
     stages = _marked(held, _STAGE)
     if stages and looks is not _Looks.PARAMETER:

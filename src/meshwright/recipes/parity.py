@@ -26,6 +26,7 @@ from meshwright.errors import ParityError
 from meshwright.expert_parallel import auxiliary_loss, z_loss
 from meshwright.expert_parallel.routing import record_routers
 from meshwright.gradients import call_module
+from meshwright.gradients.optimizer_list import OptimizerFactory, as_one
 from meshwright.plan import ExpertPlan
 from meshwright.precision import Precision
 from meshwright.recipes.language_model import learning_rate, set_learning_rate
@@ -213,12 +214,12 @@ def _casts(model: nn.Module, example: object) -> bool:
     return watch.found
 
 
-def _optimizer(task: Task) -> Callable[[Iterable[Parameter]], Optimizer]:
+def _optimizer(task: Task) -> OptimizerFactory:
     """Make the run's optimizer, which sets its own learning rate before each step."""
     config = task.config
 
     def build(parameters: Iterable[Parameter]) -> Optimizer:
-        optimizer = task.optimizer(parameters)
+        optimizer = as_one(task.optimizer(parameters))
         steps = iter(range(1, config.run.steps + 1))
 
         def set_rate(*_: object) -> None:

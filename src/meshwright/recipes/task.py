@@ -36,6 +36,7 @@ from meshwright.composition.checks import DROPOUTS
 from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
 from meshwright.recipes.config import TrainConfig
@@ -130,7 +131,7 @@ class Task:
     data: Data
     make: Callable[[], nn.Module]
     """Builds the model, initialized from the run's seed or from its weights."""
-    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    optimizer: OptimizerFactory
     loss: Factory | None
 
     def build(self, *, drops: bool = True) -> Built:
@@ -358,7 +359,7 @@ def _open_loss(config: TrainConfig) -> Factory | None:
     return factory("loss", "factory", name, config.home) if name else None
 
 
-def _open_optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
+def _open_optimizer(config: TrainConfig) -> OptimizerFactory:
     options = config.optimizer
     if not options.factory:
         return adamw(options)
@@ -367,11 +368,13 @@ def _open_optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Opti
     def build(parameters: Iterable[Parameter]) -> Optimizer:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         made = named(trained, **options.options)
-        if not isinstance(made, Optimizer):
-            raise named.fail("a torch.optim.Optimizer", made)
+        for each in made if isinstance(made, list) else [made]:
+            if not isinstance(each, Optimizer):
+                raise named.fail("a torch.optim.Optimizer", made)
         return made
 
-    build([Parameter(torch.zeros(2, 2, device="cpu"))])  # so that wrong options raise now
+    # So that wrong options raise now; a list may have one for matrices, and one for the rest.
+    build([Parameter(torch.zeros(size, device="cpu")) for size in ((2, 2), (2,))])
     return build
 
 

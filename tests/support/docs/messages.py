@@ -357,6 +357,19 @@ def other_settings(ranks: Ranks, folder: Path) -> str:
     return ranks(2, other_rates, mw.fully_shard)[0]
 
 
+def changed_matrix(ranks: Ranks, folder: Path) -> str:
+    def body() -> str:
+        torch.manual_seed(0)
+        model = mw.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+        muon = mw.own_matrices(torch.optim.Muon([model[0].weight]), model)
+        model(torch.ones(2, 4)).sum().backward()
+        muon.step()
+        model[0].weight.data.mul_(2.0)
+        return told(muon.step)
+
+    return ranks(2, body)[0]
+
+
 def other_operations(ranks: Ranks, folder: Path) -> str:
     def body() -> str:
         world = communicator()

@@ -16,6 +16,7 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.modules.batch_norm": "LocalStatistics",
         "meshwright.data_parallel.modules.checkpoint_names": "SteppedOver",
         "meshwright.data_parallel.modules.nested": "Loan, tensors_kept_by",
+        "meshwright.data_parallel.owned_matrices": "deal, sharers_of",
         "meshwright.data_parallel.replicas": "traced",
         "meshwright.data_parallel.replicas.bucket_layout": "GradientSlot, plan_buckets",
         "meshwright.data_parallel.replicas.buckets": "Bucket, KeptMemory",

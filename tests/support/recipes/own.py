@@ -53,6 +53,12 @@ def no_validation() -> Sequence[Item]:
     return data()[0]
 
 
+def two(parameters: Sequence[torch.Tensor], lr: float) -> list[torch.optim.Optimizer]:
+    """One optimizer for matrices, which looks at them as wholes, and one for the rest."""
+    muon = torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=lr)
+    return [muon, torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=lr)]
+
+
 def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 

@@ -19,6 +19,7 @@ from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes
 from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.data_parallel.owned_matrices import sharers_of
 from meshwright.errors import CheckpointMismatchError
 from meshwright.torch_internals.modules import COMPILED
 
@@ -362,7 +363,10 @@ class Restoring:
             for source, values in saved["state"].items():
                 for name in names.get(source, ()):
                     like = held.get(name)
-                    state[name] = {key: read(v, like) for key, v in values.items()}
+                    sharers, is_here = sharers_of(like)  # the state of whole matrices is whole
+                    if is_here:
+                        like = None if sharers else like
+                        state[name] = {key: read(v, like) for key, v in values.items()}
         listed = _renamed(saved["param_groups"], names)
         groups = [
             {k: params if k == "params" else self._saved.read(v) for k, v in group.items()}
