@@ -350,6 +350,14 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
     return _Loop(modules, optimizers)
 
 
+def model_state(model: Model) -> ModelState:
+    """Return the state of ``model``, of any kind that `save` takes; nothing is sent."""
+    owner = _owner(model, None)
+    state = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
+    found: ModelState = state["model"]
+    return found
+
+
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
     if isinstance(given, Stateful):
         return dict(given.state_dict())
