@@ -4,8 +4,7 @@ One process group holds both sides. One transfer, made by all its ranks::
 
     both sides              say their versions and, where they have changed, names, shapes, dtypes
                             and boxes, from which each rank computes the same overlaps
-    publisher -> receiver   each overlap of two boxes from one rank, in rounds of at most the bytes
-                            of the largest tensor on any rank
+    publisher -> receiver   each overlap of two boxes, from one rank
     both sides              compare digests of all that was sent and received
     receiver                takes over the new weights
 
@@ -18,22 +17,16 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint import pieces
 from meshwright.checkpoint.manifest import covers
-from meshwright.checkpoint.pieces import (
-    Held,
-    dtype_name,
-    form_of,
-    held_from_rows,
-    held_to_rows,
-    torch_dtype,
-)
 from meshwright.checkpoint.tensor_file import item_size
 from meshwright.checkpoint.training.loops import Model, model_state
 from meshwright.checkpoint.training.wrapped import ModelState
@@ -44,10 +37,9 @@ from meshwright.layout import Box
 
 __all__ = ["Publisher", "Receipt", "Receiver"]
 
-_Own = Mapping[str, Any]
-"""What a rank tells of its tensors; see `_End._holdings`."""
-_Place = tuple[str, Box]
+Place = tuple[str, Box]
 """The first name of a tensor, and a box that a rank holds of it."""
+Memory = Mapping[Place, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Receipt:
 
     version: int
     digest: str
-    """Of the bytes of all messages; equal on all ranks, and for equal weights in equal layouts."""
+    """Of the bytes of all messages: equal on all ranks, and for equal weights in equal layouts."""
     moved: int
     """Bytes of weights that this rank has sent or received."""
 
@@ -66,43 +58,42 @@ class Overlap(NamedTuple):
 
     box: Box
     dtype: str
-    source: _Place
-    target: _Place
+    source: Place
+    target: Place
     sender: int
     receiver: int
     round: int
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def size(self) -> int:  # bytes
         return self.box.numel * item_size(self.dtype)
 
 
-def overlaps(owns: Mapping[int, _Own]) -> list[Overlap]:
+def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
     """List what travels, from what each rank of the world tells; the same on all ranks.
 
-    Of several ranks with one box, the one with the fewest bytes to send so far sends it; of ranks
-    with one buffer, whose values may differ, the first. No rank sends or receives more in a round
-    than the bytes of the largest tensor. On each rank rounds grow along the list, so ranks that go
-    through theirs in order never wait in a circle.
-
-    Raises `TransferError` with a line for each tensor that one side lacks or has otherwise.
+    The rank that has fewest bytes to send so far sends a box that several hold, and the first a
+    buffer, whose values may differ. No rank sends or receives more in a round than the bytes of the
+    largest tensor. Rounds grow along the list, so ranks that go through theirs in order never wait
+    in a circle. Raises `TransferError` with a line for each tensor that does not fit.
     """
     problems: list[str] = []
     first: dict[str, str] = {}
-    forms: dict[str, tuple[Held, int]] = {}
+    forms: dict[str, tuple[pieces.Held, int]] = {}
     holders: defaultdict[str, defaultdict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    wanted: list[tuple[str, _Place, int]] = []
-    known: set[str] = set()
+    wanted: list[tuple[str, Place, int]] = []
+    received: set[str] = set()
     for rank, own in sorted(owns.items(), key=lambda item: not item[1]["publishes"]):
         ties, is_publisher = own["ties"], own["publishes"]
-        tensors = held_from_rows(own["tensors"])
+        tensors = pieces.held_from_rows(own["tensors"])
         if is_publisher:
             first |= {held.name: held.name for held in tensors} | ties
         for held in tensors:
-            names = [held.name, *(name for name, one in ties.items() if one == held.name)]
-            sources = {held.name} if is_publisher else {first[n] for n in names if n in first}
-            known |= set() if is_publisher else sources
+            sources = {held.name}
+            if not is_publisher:
+                names = (held.name, *(name for name, one in ties.items() if one == held.name))
+                sources = {first[name] for name in names if name in first}
+                received |= sources
             if len(sources) != 1:
                 problems.append(
                     f"{held.name!r} is one tensor on the receiver of rank {rank} and "
@@ -112,17 +103,16 @@ def overlaps(owns: Mapping[int, _Own]) -> list[Overlap]:
             (source,) = sources
             form, one = forms.setdefault(source, (held, rank))
             if (held.shape, held.dtype) != (form.shape, form.dtype):
-                problems.append(
-                    f"{held.name!r} is {form.dtype} {form.shape} from rank {one} and {held.dtype} "
-                    f"{held.shape} on rank {rank}"
-                )
+                found = f"{form.dtype} {form.shape} from rank {one}"
+                other = f"{held.dtype} {held.shape} on rank {rank}"
+                problems.append(f"{held.name!r} is {found} and {other}")
             for box in held.boxes:
                 if is_publisher:
                     holders[source][box].append(rank)
                 else:
                     wanted.append((source, (held.name, box), rank))
     for name, (form, rank) in forms.items():
-        if name not in known:
+        if name not in received:
             problems.append(f"{name!r} is on the publisher of rank {rank} and on no receiver")
         try:
             covers(form.shape, [*holders[name]])
@@ -136,36 +126,26 @@ def overlaps(owns: Mapping[int, _Own]) -> list[Overlap]:
     limit = max((math.prod(f.shape) * item_size(f.dtype) for f, _ in forms.values()), default=0)
     load: defaultdict[int, int] = defaultdict(int)
     last: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    found: list[Overlap] = []
+    result: list[Overlap] = []
     for source, target, receiver in sorted(wanted, key=lambda each: order[each[0]]):
-        for held_box, ranks in holders[source].items():
-            box = target[1].intersect(held_box)
-            if box is None:
+        for place, ranks in holders[source].items():
+            if (box := target[1].intersect(place)) is None:
                 continue
             sender = ranks[0] if source in buffers else min(ranks, key=lambda r: (load[r], r))
             ends = sender, receiver
-            each = Overlap(box, forms[source][0].dtype, (source, held_box), target, *ends, 0)
-            load[sender] += each.size
             number = max(last[rank][0] for rank in ends)
+            each = Overlap(box, forms[source][0].dtype, (source, place), target, *ends, number)
             loads = [last[rank][1] if last[rank][0] == number else 0 for rank in ends]
             if max(loads) + each.size > limit:
-                number, loads = number + 1, [0, 0]
-            last |= {rank: (number, n + each.size) for rank, n in zip(ends, loads, strict=True)}
-            found.append(each._replace(round=number))
-    return found
+                each, loads = each._replace(round=number + 1), [0, 0]
+            last |= {r: (each.round, n + each.size) for r, n in zip(ends, loads, strict=True)}
+            load[sender] += each.size
+            result.append(each)
+    return result
 
 
-def _views(line: Tensor, message: Sequence[Overlap]) -> Iterator[tuple[Overlap, Tensor]]:
-    """Yield the overlaps of a message, each with its place in ``line``."""
-    start = 0
-    for each in message:
-        flat = line[start : (start := start + each.size)].view(torch_dtype(each.dtype))
-        yield each, flat.view(each.box.shape)
-
-
-def _take_over(memory: Mapping[_Place, Tensor], message: Sequence[Overlap], line: Tensor) -> None:
-    for each, view in _views(line, message):
-        memory[each.target][each.box.slices(each.target[1])].copy_(view)
+def _write(memory: Memory, each: Overlap, line: Tensor) -> None:
+    memory[each.target][each.box.slices(each.target[1])].copy_(line.view(each.box.shape))
 
 
 def _hash(value: object) -> str:
@@ -176,7 +156,6 @@ class _End:
     """One rank's end of the transfers of a group."""
 
     _publishes = True
-    _in_place = False
 
     def __init__(
         self,
@@ -186,22 +165,19 @@ class _End:
         names: Literal["model"] | Callable[[str], str] = "model",
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(names, str) and names != "model":
-            raise ValueError(
-                f"names: expected 'model' or a function of a name, found {names!r}; a model of "
-                "transformers has Hugging Face's names already, as in an export to 'hf'"
-            )
+        if names != "model" and not callable(names):
+            raise ValueError(f"names: expected 'model' or a function of a name, found {names!r}")
         self.version: int | None = None
         """The version that this rank has published or received last; None before the first."""
         self._model, self._group, self._dtype = model, group, dtype
         self._name = names if callable(names) else str
         self._known = ""
         """A digest of what all ranks held when the rounds were computed."""
-        self._rounds: list[list[list[Overlap]]] = []
-        """This rank's messages of each round, one for each peer."""
+        self._rounds: list[list[Overlap]] = []
+        """What this rank sends or receives."""
 
     @torch.no_grad()
-    def _transfer(self, version: int | None, timeout: float) -> Receipt:
+    def _transfer(self, version: int | None, timeout: float, *, in_place: bool = False) -> Receipt:
         settle()  # late checks of a device may still find these weights wrong
         world = communicator(self._group)
         control, world = world.control.along("transfer"), world.along("transfer")
@@ -217,97 +193,77 @@ class _End:
         if {row[4] for row in rows} != {now}:
             with phase("transfer of weights"):
                 owns = control.gather_values(own, label="transfer: tensors")
-            self._known = ""
-            self._plan(overlaps(dict(zip(world.ranks, owns, strict=True))), world)
+            found = overlaps(dict(zip(world.ranks, owns, strict=True)))
+            mine = [o for o in found if world.ranks[world.rank] in (o.sender, o.receiver)]
+            self._rounds = [[*some] for _, some in groupby(mine, lambda each: each.round)]
             self._known = now
-        try:
-            with phase("transfer of weights"):
-                moved = [each for some in self._rounds for each in self._move(some, memory, world)]
-                told = [(m[0].sender, m[0].receiver, m[0].round, int(d or 0)) for m, _, d in moved]
-                rows = control.gather_values(told, label="transfer: digests")
-            # Each message is told by its sender and by its receiver.
-            messages = Counter(tuple(message) for row in rows for message in row)
-            for (sender, receiver, *_), count in messages.items():
-                if count != 2:
-                    raise TransferError(
-                        f"rank {receiver} has received other bytes than rank {sender} sent: "
-                        "publish again, and if that repeats, test memory and network"
-                    )
-        except BaseException as error:
-            if self._in_place:
-                error.add_note("in_place=True: the weights of this rank may be old and new mixed")
-            raise
-        for message, line, _ in moved:
+        with phase("transfer of weights"):
+            moved = [
+                each for some in self._rounds for each in self._move(some, memory, world, in_place)
+            ]
+            bits: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+            for each, _, digest in moved:
+                bits[each.sender, each.receiver].append(int(digest or 0))
+            told = [[*ends, _hash(digests)] for ends, digests in bits.items()]
+            rows = control.gather_values(told, label="transfer: digests")
+        # What went from one rank to another is told by both.
+        pairs = Counter(tuple(pair) for row in rows for pair in row)
+        for (sender, receiver, _), count in pairs.items():
+            if count != 2:
+                text = f"rank {receiver} has received other bytes than rank {sender} sent"
+                raise TransferError(f"{text}: publish again; if it repeats, test the hardware")
+        for each, line, _ in moved:
             if line is not None:
-                _take_over(memory, message, line)
+                _write(memory, each, line)
         if not self._publishes:
             weights.load()
         self.version = version
-        size = sum(each.size for message, *_ in moved for each in message)
-        return Receipt(version, _hash(sorted(messages)), size)
+        return Receipt(version, _hash(sorted(pairs)), sum(each.size for each, *_ in moved))
 
-    def _holdings(self, weights: ModelState) -> tuple[dict[_Place, Tensor], _Own]:
+    def _holdings(self, weights: ModelState) -> tuple[dict[Place, Tensor], dict[str, Any]]:
         """Return the memory of this rank's boxes, and what it tells the others of them."""
         if self._publishes:
             weights.check_copies()
         called = {name: self._name(name) for name in weights.names()}
         if len({*called.values()}) < len(called):
             raise ValueError(f"names: expected another name for each tensor, found {called}")
-        memory: dict[_Place, Tensor] = {}
-        tensors: list[Held] = []
+        memory: dict[Place, Tensor] = {}
+        tensors: list[pieces.Held] = []
         for name, tensor in weights.tensors.items():
-            boxes = [(box, part) for box, part in held_boxes(tensor, name) if box.numel]
-            for box, part in boxes:
-                form_of(name, part)  # raises for what has no plain bytes
-                memory[called[name], box] = part
+            boxes = {box: part for box, part in held_boxes(tensor, name) if box.numel}
+            memory |= {(called[name], box): part for box, part in boxes.items()}
             dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
-            held = tuple(box for box, _ in boxes)
-            tensors.append(Held(called[name], dtype_name(dtype), tuple(tensor.shape), held))
+            form = pieces.dtype_name(dtype), tuple(tensor.shape)
+            tensors.append(pieces.Held(called[name], *form, tuple(boxes)))
         return memory, {
             "publishes": self._publishes,
-            "tensors": held_to_rows(tensors),
+            "tensors": pieces.held_to_rows(tensors),
             "ties": {called[name]: called[first] for name, first in weights.ties.items()},
             "buffers": [called[n] for n in weights.tensors if n not in weights.parameters],
         }
 
-    def _plan(self, found: Sequence[Overlap], world: Communicator) -> None:
-        """Keep this rank's messages."""
-        me = world.ranks[world.rank]
-        rounds: defaultdict[int, defaultdict[tuple[int, int], list[Overlap]]]
-        rounds = defaultdict(lambda: defaultdict(list))
-        # Large elements first: each tensor then begins at a multiple of its elements' bytes.
-        for each in sorted(found, key=lambda each: -item_size(each.dtype)):
-            if me in (each.sender, each.receiver):
-                rounds[each.round][each.sender, each.receiver].append(each)
-        self._rounds = [[*rounds[number].values()] for number in sorted(rounds)]
-
     def _move(
-        self,
-        messages: Sequence[list[Overlap]],
-        memory: Mapping[_Place, Tensor],
-        world: Communicator,
-    ) -> list[tuple[list[Overlap], Tensor | None, Tensor | None]]:
-        """Send or receive one round; returns each message, its bytes to take over, its digest."""
+        self, some: Sequence[Overlap], memory: Memory, world: Communicator, in_place: bool
+    ) -> list[tuple[Overlap, Tensor | None, Tensor | None]]:
+        """Send or receive one round; returns each overlap, what is to be written, its digest."""
+        direction: Literal["send", "recv"] = "send" if self._publishes else "recv"
         transfers: list[Transfer] = []
-        for message in messages:
-            size = sum(each.size for each in message)
-            line = torch.empty(size, dtype=torch.uint8, device=world.device)
-            for each, view in _views(line, message) if self._publishes else ():
-                view.copy_(memory[each.source][each.box.slices(each.source[1])])
-            end = message[0]
-            peer = world.ranks.index(end.receiver if self._publishes else end.sender)
-            direction: Literal["send", "recv"] = "send" if self._publishes else "recv"
-            transfers.append(Transfer(direction, line, peer, label=f"weights, round {end.round}"))
+        for each in some:
+            dtype = pieces.torch_dtype(each.dtype)
+            if self._publishes:
+                part = memory[each.source][each.box.slices(each.source[1])]
+                line = part.to(world.device, dtype).contiguous().view(-1)
+            else:
+                line = torch.empty(each.box.numel, dtype=dtype, device=world.device)
+            peer = world.ranks.index(each.receiver if self._publishes else each.sender)
+            transfers.append(Transfer(direction, line, peer, label=f"weights, round {each.round}"))
         for pending in world.batch(transfers):
             pending.wait()
-        digests = digests_of([transfer.tensor for transfer in transfers])
-        moved: list[tuple[list[Overlap], Tensor | None, Tensor | None]] = []
-        for message, transfer, digest in zip(messages, transfers, digests, strict=True):
-            if self._in_place:
-                _take_over(memory, message, transfer.tensor)
-            is_kept = not self._publishes and not self._in_place
-            moved.append((message, transfer.tensor.cpu() if is_kept else None, digest))
-        return moved
+        lines = [transfer.tensor for transfer in transfers]
+        for each, line in zip(some, lines, strict=True) if in_place else ():
+            _write(memory, each, line)
+        kept = [None if in_place or self._publishes else line.cpu() for line in lines]
+        return list(zip(some, kept, digests_of(lines), strict=True))
 
 
 def _agreed(said: Mapping[int, Sequence[Any]]) -> int:
@@ -317,7 +273,7 @@ def _agreed(said: Mapping[int, Sequence[Any]]) -> int:
         missing = "Receiver" if published else "Publisher"
         raise TransferError(f"no rank of {[*said]} has a {missing}: give a group with both sides")
     first, version = next(iter(published.items()))
-    for rank, (publishes, other, held, _) in said.items():
+    for rank, (publishes, other, held, *_) in said.items():
         text = ""
         if other not in (None, version):
             text = f"{'publishes' if publishes else 'asks for'} version {other}"
@@ -334,7 +290,7 @@ class Publisher(_End):
     ``model``: a module under any wrapper, this rank's stages, or a `Trainable`. ``group``: the
     process group of all publishers and receivers (None: all ranks), each rank with one of them.
     ``names``: ``"model"`` for the names of the plain model, or a function from these to the names
-    that the receivers use. ``dtype``: floating-point tensors are cast to it before they travel
+    that the other side uses. ``dtype``: floating-point tensors are cast to it before they travel
     (None: each travels in its own). Parameters and persistent buffers travel; the extra state of
     modules does not.
     """
@@ -343,11 +299,9 @@ class Publisher(_End):
         """Send the weights as ``version``; returns when every receiver has confirmed them.
 
         All publishers call this, and all receivers `Receiver.receive`. A rank waits ``timeout``
-        seconds for another.
-
-        Raises on both sides: `TransferError` for names, shapes, dtypes or versions that do not fit,
-        after which the group goes on; `RankFailedError` for a rank that is lost and
-        `CollectiveTimeoutError` for one that does not come, after which it does not.
+        seconds for another. Raises on both sides: `TransferError` for names, shapes, dtypes or
+        versions that do not fit, after which the group goes on; `RankFailedError` for a rank that
+        is lost and `CollectiveTimeoutError` for one that does not come, after which it does not.
         """
         return self._transfer(int(version), timeout)
 
@@ -356,20 +310,18 @@ class Receiver(_End):
     """The end of a rank that generates; arguments as for `Publisher`.
 
     ``dtype``: floating-point tensors travel in it, and are cast when they arrive (None: each
-    travels in its own). Until all ranks have confirmed them, new weights wait on the host, in as
-    many bytes as this rank's weights; a transfer that fails leaves the old ones. With ``in_place``
-    they are written as they arrive, and a transfer that fails leaves a mixture.
+    travels in its own).
     """
 
     _publishes = False
 
-    def __init__(self, model: Model, *, in_place: bool = False, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._in_place = in_place
+    def receive(
+        self, version: int | None = None, timeout: float = 60.0, *, in_place: bool = False
+    ) -> Receipt:
+        """Take over ``version``, or with None the next one; raises as `Publisher.publish`.
 
-    def receive(self, version: int | None = None, timeout: float = 60.0) -> Receipt:
-        """Take over ``version``, or with None the next that is published.
-
-        See `Publisher.publish` for what it raises.
+        Until all ranks have confirmed them, new weights wait on the host, in as many bytes as this
+        rank's weights; a transfer that fails leaves the old ones. With ``in_place`` they are
+        written as they arrive, and a transfer that fails leaves a mixture.
         """
-        return self._transfer(version, timeout)
+        return self._transfer(version, timeout, in_place=in_place)
