@@ -8,10 +8,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshwright import fully_shard
 from meshwright.comm import communicator, observe
 from meshwright.errors import CollectiveTimeoutError, RankFailedError
+from meshwright.mesh import DeviceMesh
 from meshwright.testing import Ending, Ranks, RanksFailed
 from meshwright.timeline import Collective
 from meshwright.transfer import Publisher, Receiver
@@ -50,8 +53,13 @@ def test_a_killed_rank_is_named_and_the_old_weights_stay(
 ) -> None:
     def body() -> None:
         rank = communicator().rank
-        model = model_of(rank // 2)
-        end = Receiver(model) if rank > 1 else Publisher(model)
+        side = rank // 2
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = model_of(side)
+        for layer in model:
+            fully_shard(layer, mesh=DeviceMesh.from_group(groups[side], "cpu"))
+        end = Receiver(model) if side else Publisher(model)
+        before = [value.to_local().clone() for value in model.state_dict().values()]
         if rank == victim:
             with observe(Killer(moment)):
                 end.receive() if isinstance(end, Receiver) else end.publish(1)
@@ -61,9 +69,11 @@ def test_a_killed_rank_is_named_and_the_old_weights_stay(
             end.receive() if isinstance(end, Receiver) else end.publish(1)
         finally:
             assert time.monotonic() - start < 5
-            inputs = torch.ones(1, 8)
-            assert torch.equal(model(inputs), model_of(rank // 2)(inputs))
-            assert end.version is None
+            now = [value.to_local() for value in model.state_dict().values()]
+            assert all(map(torch.equal, before, now)) and end.version is None
+            if victim // 2 != side:  # the other side goes on with what it has
+                inputs = torch.ones(1, 8)
+                assert torch.equal(model(inputs), model_of(side)(inputs))
 
     with pytest.raises(RanksFailed) as caught:
         ranks(4, body, grace=8.0)
