@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,23 +88,19 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
         if is_publisher:
             first |= {held.name: held.name for held in tensors} | ties
         for held in tensors:
-            sources = {held.name}
-            if not is_publisher:
-                names = (held.name, *(name for name, one in ties.items() if one == held.name))
-                sources = {first[name] for name in names if name in first}
-                received |= sources
+            names = (held.name, *(name for name, one in ties.items() if one == held.name))
+            sources = {held.name} if is_publisher else {first[n] for n in names if n in first}
+            received |= set() if is_publisher else sources
             if len(sources) != 1:
-                problems.append(
-                    f"{held.name!r} is one tensor on the receiver of rank {rank} and "
-                    f"{' and '.join(map(repr, sorted(sources))) or 'none'} on the publishers"
-                )
+                there = " and ".join(map(repr, sorted(sources))) or "none"
+                text = f"one tensor on the receiver of rank {rank} and {there} on the publishers"
+                problems.append(f"{held.name!r} is {text}")
                 continue
             (source,) = sources
             form, one = forms.setdefault(source, (held, rank))
             if (held.shape, held.dtype) != (form.shape, form.dtype):
-                found = f"{form.dtype} {form.shape} from rank {one}"
-                other = f"{held.dtype} {held.shape} on rank {rank}"
-                problems.append(f"{held.name!r} is {found} and {other}")
+                text = f"{form.dtype} {form.shape} from rank {one} and {held.dtype} {held.shape}"
+                problems.append(f"{held.name!r} is {text} on rank {rank}")
             for box in held.boxes:
                 if is_publisher:
                     holders[source][box].append(rank)
@@ -123,7 +118,7 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
         raise TransferError("\n  ".join(["the two sides do not fit:", *problems, advice]))
     buffers = {name for own in owns.values() if own["publishes"] for name in own["buffers"]}
     order = {name: number for number, name in enumerate(forms)}
-    limit = max((math.prod(f.shape) * item_size(f.dtype) for f, _ in forms.values()), default=0)
+    limit = max([0, *(Box.whole(f.shape).numel * item_size(f.dtype) for f, _ in forms.values())])
     load: defaultdict[int, int] = defaultdict(int)
     last: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
     result: list[Overlap] = []
@@ -171,10 +166,8 @@ class _End:
         """The version that this rank has published or received last; None before the first."""
         self._model, self._group, self._dtype = model, group, dtype
         self._name = names if callable(names) else str
-        self._known = ""
-        """A digest of what all ranks held when the rounds were computed."""
         self._rounds: list[list[Overlap]] = []
-        """What this rank sends or receives."""
+        self._known = ""  # a digest of what all ranks held when the rounds were computed
 
     @torch.no_grad()
     def _transfer(self, version: int | None, timeout: float, *, in_place: bool = False) -> Receipt:
@@ -198,9 +191,7 @@ class _End:
             self._rounds = [[*some] for _, some in groupby(mine, lambda each: each.round)]
             self._known = now
         with phase("transfer of weights"):
-            moved = [
-                each for some in self._rounds for each in self._move(some, memory, world, in_place)
-            ]
+            moved = [o for some in self._rounds for o in self._move(some, memory, world, in_place)]
             bits: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
             for each, _, digest in moved:
                 bits[each.sender, each.receiver].append(int(digest or 0))
@@ -274,13 +265,13 @@ def _agreed(said: Mapping[int, Sequence[Any]]) -> int:
         raise TransferError(f"no rank of {[*said]} has a {missing}: give a group with both sides")
     first, version = next(iter(published.items()))
     for rank, (publishes, other, held, *_) in said.items():
-        text = ""
         if other not in (None, version):
             text = f"{'publishes' if publishes else 'asks for'} version {other}"
         elif not publishes and held is not None and held > version:
             text = f"has version {held} and takes no older one"
-        if text:
-            raise TransferError(f"rank {first} publishes version {version}, and rank {rank} {text}")
+        else:
+            continue
+        raise TransferError(f"rank {first} publishes version {version}, and rank {rank} {text}")
     return int(version)
 
 
@@ -309,8 +300,7 @@ class Publisher(_End):
 class Receiver(_End):
     """The end of a rank that generates; arguments as for `Publisher`.
 
-    ``dtype``: floating-point tensors travel in it, and are cast when they arrive (None: each
-    travels in its own).
+    ``dtype``: floating-point tensors are cast from it when they arrive (None: from each's own).
     """
 
     _publishes = False

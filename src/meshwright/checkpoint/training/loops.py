@@ -351,11 +351,9 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
 
 
 def model_state(model: Model) -> ModelState:
-    """Return the state of ``model``, of any kind that `save` takes; nothing is sent."""
+    """Return the state of a ``model`` as `save` takes it; nothing is sent."""
     owner = _owner(model, None)
-    state = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
-    found: ModelState = state["model"]
-    return found
+    return (owner.outline() if isinstance(owner, _Loop) else owner.held_state())["model"]
 
 
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
