@@ -36,9 +36,9 @@ from meshwright.layout import Box
 
 __all__ = ["Publisher", "Receipt", "Receiver"]
 
-Place = tuple[str, Box]
+_Place = tuple[str, Box]
 """The first name of a tensor, and a box that a rank holds of it."""
-Memory = Mapping[Place, Tensor]
+_Memory = Mapping[_Place, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Receipt:
     """Bytes of weights that this rank has sent or received."""
 
 
-class Overlap(NamedTuple):
+class _Overlap(NamedTuple):
     """Elements that travel from a box of one rank to a box of another."""
 
     box: Box
     dtype: str
-    source: Place
-    target: Place
+    source: _Place
+    target: _Place
     sender: int
     receiver: int
     round: int
@@ -68,7 +68,7 @@ class Overlap(NamedTuple):
         return self.box.numel * item_size(self.dtype)
 
 
-def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
+def _overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[_Overlap]:
     """List what travels, from what each rank of the world tells; the same on all ranks.
 
     The rank that has fewest bytes to send so far sends a box that several hold, and the first a
@@ -80,7 +80,7 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
     first: dict[str, str] = {}
     forms: dict[str, tuple[pieces.Held, int]] = {}
     holders: defaultdict[str, defaultdict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    wanted: list[tuple[str, Place, int]] = []
+    wanted: list[tuple[str, _Place, int]] = []
     received: set[str] = set()
     for rank, own in sorted(owns.items(), key=lambda item: not item[1]["publishes"]):
         ties, is_publisher = own["ties"], own["publishes"]
@@ -121,7 +121,7 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
     limit = max([0, *(Box.whole(f.shape).numel * item_size(f.dtype) for f, _ in forms.values())])
     load: defaultdict[int, int] = defaultdict(int)
     last: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    result: list[Overlap] = []
+    result: list[_Overlap] = []
     for source, target, receiver in sorted(wanted, key=lambda each: order[each[0]]):
         for place, ranks in holders[source].items():
             if (box := target[1].intersect(place)) is None:
@@ -129,7 +129,7 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
             sender = ranks[0] if source in buffers else min(ranks, key=lambda r: (load[r], r))
             ends = sender, receiver
             number = max(last[rank][0] for rank in ends)
-            each = Overlap(box, forms[source][0].dtype, (source, place), target, *ends, number)
+            each = _Overlap(box, forms[source][0].dtype, (source, place), target, *ends, number)
             loads = [last[rank][1] if last[rank][0] == number else 0 for rank in ends]
             if max(loads) + each.size > limit:
                 each, loads = each._replace(round=number + 1), [0, 0]
@@ -139,7 +139,7 @@ def overlaps(owns: Mapping[int, Mapping[str, Any]]) -> list[Overlap]:
     return result
 
 
-def _write(memory: Memory, each: Overlap, line: Tensor) -> None:
+def _write(memory: _Memory, each: _Overlap, line: Tensor) -> None:
     memory[each.target][each.box.slices(each.target[1])].copy_(line.view(each.box.shape))
 
 
@@ -147,7 +147,7 @@ def _hash(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-class _End:
+class _Side:
     """One rank's end of the transfers of a group."""
 
     _publishes = True
@@ -166,7 +166,7 @@ class _End:
         """The version that this rank has published or received last; None before the first."""
         self._model, self._group, self._dtype = model, group, dtype
         self._name = names if callable(names) else str
-        self._rounds: list[list[Overlap]] = []
+        self._rounds: list[list[_Overlap]] = []
         self._known = ""  # a digest of what all ranks held when the rounds were computed
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class _End:
         if {row[4] for row in rows} != {now}:
             with phase("transfer of weights"):
                 owns = control.gather_values(own, label="transfer: tensors")
-            found = overlaps(dict(zip(world.ranks, owns, strict=True)))
+            found = _overlaps(dict(zip(world.ranks, owns, strict=True)))
             mine = [o for o in found if world.ranks[world.rank] in (o.sender, o.receiver)]
             self._rounds = [[*some] for _, some in groupby(mine, lambda each: each.round)]
             self._known = now
@@ -211,14 +211,14 @@ class _End:
         self.version = version
         return Receipt(version, _hash(sorted(pairs)), sum(each.size for each, *_ in moved))
 
-    def _holdings(self, weights: ModelState) -> tuple[dict[Place, Tensor], dict[str, Any]]:
+    def _holdings(self, weights: ModelState) -> tuple[dict[_Place, Tensor], dict[str, Any]]:
         """Return the memory of this rank's boxes, and what it tells the others of them."""
         if self._publishes:
             weights.check_copies()
         called = {name: self._name(name) for name in weights.names()}
         if len({*called.values()}) < len(called):
             raise ValueError(f"names: expected another name for each tensor, found {called}")
-        memory: dict[Place, Tensor] = {}
+        memory: dict[_Place, Tensor] = {}
         tensors: list[pieces.Held] = []
         for name, tensor in weights.tensors.items():
             boxes = {box: part for box, part in held_boxes(tensor, name) if box.numel}
@@ -234,8 +234,8 @@ class _End:
         }
 
     def _move(
-        self, some: Sequence[Overlap], memory: Memory, world: Communicator, in_place: bool
-    ) -> list[tuple[Overlap, Tensor | None, Tensor | None]]:
+        self, some: Sequence[_Overlap], memory: _Memory, world: Communicator, in_place: bool
+    ) -> list[tuple[_Overlap, Tensor | None, Tensor | None]]:
         """Send or receive one round; returns each overlap, what is to be written, its digest."""
         direction: Literal["send", "recv"] = "send" if self._publishes else "recv"
         transfers: list[Transfer] = []
@@ -275,7 +275,7 @@ def _agreed(said: Mapping[int, Sequence[Any]]) -> int:
     return int(version)
 
 
-class Publisher(_End):
+class Publisher(_Side):
     """The end of a rank that trains.
 
     ``model``: a module under any wrapper, this rank's stages, or a `Trainable`. ``group``: the
@@ -297,7 +297,7 @@ class Publisher(_End):
         return self._transfer(int(version), timeout)
 
 
-class Receiver(_End):
+class Receiver(_Side):
     """The end of a rank that generates; arguments as for `Publisher`.
 
     ``dtype``: floating-point tensors are cast from it when they arrive (None: from each's own).

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from matrix.cells import ROWS, Cell, plan_of
+from meshwright import fully_shard
 from meshwright.comm import Recorder, communicator, held_boxes, observe
 from meshwright.composition import parallelize
-from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
+from meshwright.mesh import DeviceMesh
 from meshwright.testing import Ranks
 from meshwright.transfer import Publisher, Receipt, Receiver
 
@@ -130,3 +132,37 @@ def test_the_flat_class_publishes_and_receives(ranks: Ranks) -> None:
         assert len(found) == 4
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_parameters_that_stay_gathered_are_replaced(ranks: Ranks, kind: str) -> None:
+    """After a forward that keeps whole parameters the next one has those that came."""
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def body() -> None:
+        group = dist.new_group([1, 2])
+        if communicator().rank == 0:
+            for version in range(2):
+                Publisher(build(version)).publish(version)
+            return
+        model = build(9)
+        if kind == "fully_shard":
+            mesh = DeviceMesh.from_group(group, "cpu")
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        else:
+            model = FullyShardedDataParallel(
+                model,
+                process_group=group,
+                sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+                use_orig_params=kind == "original",
+            )
+        receiver, x = Receiver(model), torch.ones(2, 6)
+        for version in range(2):
+            model(x)
+            receiver.receive()
+            assert torch.equal(model(x), build(version)(x))
+
+    ranks(3, body)

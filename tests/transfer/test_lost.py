@@ -16,8 +16,8 @@ from meshwright.comm import communicator, observe
 from meshwright.errors import CollectiveTimeoutError, RankFailedError
 from meshwright.mesh import DeviceMesh
 from meshwright.testing import Ending, Ranks, RanksFailed
-from meshwright.timeline import Collective
 from meshwright.transfer import Publisher, Receiver
+from support.internals.timeline import Collective
 
 VICTIMS = (0, 2)
 """A publisher and a receiver of two each."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.errors import TransferError
-from meshwright.layout import Box, boxes
+from support.internals.layout import Box, boxes
 from support.internals.transfer import overlaps
 
 Shape = tuple[int, ...]

@@ -41,6 +41,7 @@ PUBLIC_FILES = frozenset(
         "pipelining/schedules.py",
         "pipelining/stage.py",
         "plan.py",
+        "transfer.py",
     }
 )
 
@@ -52,7 +53,7 @@ FUNCTION_LINES = 100
 ROOM_LINES: dict[str, int] = {
     "__main__": 8,
     "axes": 139,
-    "checkpoint": 5486,
+    "checkpoint": 5484,
     "cli": 851,
     "comm": 16065,
     "compiler": 1233,
@@ -85,7 +86,7 @@ ROOM_LINES: dict[str, int] = {
     "timeline": 242,
     "toml_source": 560,
     "torch_internals": 1443,
-    "transfer": 327,
+    "transfer": 317,
 }
 
 # Each room may import itself and the rooms of its row. A room yet to come has its row already.
