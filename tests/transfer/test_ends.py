@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright import fully_shard
 from meshwright.comm import Communicator, Pending, Transfer, communicator
-from meshwright.errors import TransferError
+from meshwright.errors import RankFailedError, TransferError
 from meshwright.mesh import DeviceMesh
 from meshwright.testing import Ranks
 from meshwright.transfer import Publisher, Receipt, Receiver
@@ -182,6 +182,33 @@ def test_a_function_renames(ranks: Ranks) -> None:
         assert same(model, model_of(0))
 
     ranks(2, body)
+
+
+def test_stages_that_have_copies_of_one_tensor(ranks: Ranks) -> None:
+    """Both receive it, and a publisher whose copies differ is refused."""
+
+    def stages(*seeds: int) -> list[nn.Module]:
+        return [nn.ModuleDict({"embed": model_of(seed)[0]}) for seed in seeds]
+
+    def body() -> None:
+        if communicator().rank == 0:
+            Publisher(nn.ModuleDict({"embed": model_of(0)[0]})).publish(1)
+            return
+        model = stages(1, 2)
+        Receiver(model).receive()
+        assert all(torch.equal(each["embed"].weight, model_of(0)[0].weight) for each in model)
+
+    ranks(2, body)
+
+    def body_refused() -> None:
+        if communicator().rank == 0:
+            with pytest.raises(ValueError, match=r"several of the modules have a 'embed\.weight'"):
+                Publisher(stages(1, 2)).publish(1)
+        else:
+            with pytest.raises(RankFailedError, match="rank 0 failed first"):
+                Receiver(model_of(0)).receive()
+
+    ranks(2, body_refused)
 
 
 def test_names_that_are_no_function() -> None:
