@@ -249,6 +249,7 @@ def test_other_bytes_than_were_sent_are_not_taken(
     ranks(2, body)
 
 
+@pytest.mark.devices("host", reason="operations of a device hold their tensors until it ends them")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_memory_beside_the_weights(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, in_place: bool
