@@ -161,6 +161,7 @@ DOCUMENTED = (
     "meshwright.tensor_parallel",
     "meshwright.testing",
     "meshwright.testing.simulated",
+    "meshwright.transfer",
 )
 """The packages of which the reference shows every public name."""
 BETWEEN_ROOMS = {

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         PlanError,
         RankFailedError,
         ScheduleError,
+        TransferError,
     )
     from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_, declare_element_wise
@@ -75,6 +76,7 @@ __all__ = [
     "PlanError",
     "RankFailedError",
     "ScheduleError",
+    "TransferError",
     "__version__",
     "clip_grad_norm_",
     "connect",

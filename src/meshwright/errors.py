@@ -15,6 +15,7 @@
     │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
     │       └── CheckpointClaimedError      another job saves to the folder; names it
+    ├── TransferError (RuntimeError)        trainers and generators differ; names tensor and ranks
     ├── ScheduleError (AssertionError)      an order of actions is incomplete or never ends
     ├── PipeliningShapeError (RuntimeError) a stage's value has an unexpected shape or dtype
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
@@ -102,6 +103,10 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 class CheckpointClaimedError(CheckpointWriteError):
     """Another job saves to the folder. The message names its process, host and command."""
+
+
+class TransferError(MeshwrightError, RuntimeError):
+    """Weights cannot go from `Publisher` to `Receiver`: both sides raise it and go on."""
 
 
 class ScheduleError(MeshwrightError, AssertionError):

@@ -26,6 +26,7 @@ from meshwright.losses import in_chunks
 from meshwright.pipelining import split_args_kwargs_into_chunks
 from meshwright.plan import Plan
 from meshwright.testing import Ranks, RanksFailed
+from meshwright.transfer import Publisher, Receiver
 from support.docs.blocks import ROOT
 from support.internals.comm import choose
 from support.internals.environment import cluster
@@ -458,6 +459,30 @@ def other_model(ranks: Ranks, folder: Path) -> str:
     saved(folder, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     return told(lambda: checkpoint.load(folder / "checkpoints", model=other))
+
+
+def other_dtype(ranks: Ranks, folder: Path) -> str:
+    def body() -> str:
+        model = nn.Linear(3, 4, bias=False)
+        if communicator().rank:
+            return told(lambda: Receiver(model.bfloat16()).receive())
+        return told(lambda: Publisher(model).publish(1))
+
+    return ranks(2, body)[1]
+
+
+def older_version(ranks: Ranks, folder: Path) -> str:
+    def body() -> str:
+        model = nn.Linear(3, 4)
+        if communicator().rank:
+            receiver = Receiver(model)
+            receiver.receive()
+            return told(receiver.receive)
+        publisher = Publisher(model)
+        publisher.publish(2)
+        return told(lambda: publisher.publish(1))
+
+    return ranks(2, body)[1]
 
 
 def damaged(ranks: Ranks, folder: Path) -> str:

@@ -397,6 +397,12 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
     return _Loop(modules, optimizers)
 
 
+def model_state(model: Model) -> ModelState:
+    """Return the state of a ``model`` as `save` takes it; nothing is sent."""
+    owner = _owner(model, None)
+    return (owner.outline() if isinstance(owner, _Loop) else owner.held_state())["model"]
+
+
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
     if isinstance(given, Stateful):
         return dict(given.state_dict())
