@@ -88,6 +88,9 @@ __all__ = [
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB2P",
     "ScheduleZBVZeroBubble",
     "W",
     "clip_grad_norm_",
@@ -544,6 +547,24 @@ class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     builder = staticmethod(builders.zbv)
 
 
+class ScheduleZB2P(PipelineScheduleSingle):
+    """ZB2P: zero bubble with twice the activations of 1F1B, and one stage per rank."""
+
+    builder = staticmethod(builders.zb2p)
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """V-Half: half the activations of 1F1B, on a V of two stages per rank."""
+
+    builder = staticmethod(builders.vhalf)
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """V-Min: a third of the activations of 1F1B, on a V of two stages per rank."""
+
+    builder = staticmethod(builders.vmin)
+
+
 class ScheduleDualPipeV(PipelineScheduleMulti):
     """DualPipeV: both halves of a V at once."""
 
@@ -561,6 +582,9 @@ _CLASSES: Mapping[str, type[PipelineSchedule]] = MappingProxyType(
         "PipelineScheduleMulti": PipelineScheduleMulti,
         "ZBVZeroBubble": ScheduleZBVZeroBubble,
         "DualPipeV": ScheduleDualPipeV,
+        "ZB2P": ScheduleZB2P,
+        "VHalf": ScheduleVHalf,
+        "VMin": ScheduleVMin,
     }
 )
 
