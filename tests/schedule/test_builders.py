@@ -131,6 +131,41 @@ def test_zbv(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_zb2p(ranks: int) -> None:
+    for microbatches in (1, ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 4 * ranks):
+        schedule = build("zb2p", ranks, microbatches)
+        assert set(peak_activations(schedule)) == {min(microbatches, 2 * ranks - 1)}
+        if microbatches >= 2 * ranks - 1:
+            found = simulate(schedule, events=False)
+            assert found.spans == pytest.approx([3.0 * microbatches] * ranks)
+            assert found.makespan == pytest.approx(3.0 * microbatches + ranks - 1)
+    # Gaps that the weight halves in memory are too short for stay.
+    for forward, inputs, weight in COSTS:
+        costs = Costs(forward=forward, input=inputs, weight=weight)
+        lost = max(simulate(build("zb2p", ranks, 4 * ranks), costs).spans)
+        least = max(inputs - forward, forward + inputs - 2 * weight, 0.0)
+        assert lost - 4 * ranks * sum((forward, inputs, weight)) == pytest.approx(
+            (ranks - 1) * least
+        )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "share"), [("vhalf", 1.5), ("vmin", 2.0)])
+def test_vhalf_and_vmin(ranks: int, name: str, share: float) -> None:
+    """The memory and the idle time of arXiv 2405.15362 with equal costs: p/2 and p/3 of 1F1B's."""
+    most = (ranks + 2) // 2 if name == "vhalf" else (ranks + 4) // 3
+    for microbatches in (1, 2, ranks, 2 * ranks, 6 * ranks + 1):
+        schedule = build(name, ranks, microbatches)
+        peak = max(peak_activations(schedule))
+        assert peak == 2 * most if microbatches >= ranks else peak <= 2 * most
+        assert wall_bubble(schedule, 2) <= share * ranks
+    # Other costs lengthen each period of V-Min; V-Half has room for them.
+    costs = (1.0, 1.1, 0.7)
+    few, many = (wall_bubble(build(name, ranks, m * ranks), 2, costs) for m in (4, 8))
+    assert (many > few + 0.1) is (name == "vmin" and ranks > 2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_dualpipev(ranks: int) -> None:
     for microbatches in (2 * ranks, 3 * ranks + 1, 4 * ranks):
         schedule = build("dualpipev", ranks, microbatches)
@@ -191,6 +226,8 @@ def test_orders_by_hand() -> None:
     assert row(build("loopedbfs", 2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert row(build("zb1p", 2, 2), 0) == "0F0 0F1 0I0 0W0 0I1 0W1"
     assert row(build("zb1p", 2, 2), 1) == "1F0 1I0 1F1 1I1 1W0 1W1"
+    assert row(build("zb2p", 2, 4), 0) == "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3"
+    assert row(build("zb2p", 2, 4), 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"
     found = row(build("interleaved1f1b", 2, 2, 2), 1)
     assert found == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
 
@@ -213,6 +250,9 @@ def test_stage_maps() -> None:
         ("1f1b", (2, 4, 2), "one stage a rank, but got 2"),
         ("interleaved1f1b", (2, 5, 2), "Interleaved 1F1B requires the number of microbatches"),
         ("zb1p", (2, 5, 2), "Zero bubble requires the number of microbatches"),
+        ("zb2p", (2, 4, 2), "ZB2P has one stage a rank, but got 2. Use zb1p for several"),
+        ("vhalf", (2, 4, 1), r"V-Half requires exactly 2 stages per rank, but got 1\."),
+        ("vmin", (2, 4, 3), r"V-Min requires exactly 2 stages per rank, but got 3\."),
         ("zbv", (2, 4, 1), r"ZBV requires exactly 2 stages per rank, but got 1\."),
         ("dualpipev", (2, 4, 3), r"DualPipeV requires exactly 2 stages per rank, but got 3\."),
         ("dualpipev", (2, 3), "DualPipeV requires at least as many microbatches as stages"),

@@ -7,6 +7,7 @@ one norm over all stages after a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -485,9 +486,35 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Runs the order of a CSV file, once it has been loaded."""
+    """Runs ``order``, the compute actions of all ranks, or that of a CSV file, once loaded.
+
+    ``order`` is the same on all ranks, such as what `meshwright.schedule.find_schedule` finds.
+    Other arguments are those of `PipelineScheduleMulti`. Raises ``ValueError`` for an order of
+    another number of stages or microbatches.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        *args: Any,
+        order: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._order = order
+        super().__init__(stages, n_microbatches, loss_fn, *args, **kwargs)
 
     def _compute(self) -> Schedule:
+        if self._order is not None:
+            expected = (self._first.num_stages, self._n_microbatches)
+            found = (self._order.stages, self._order.microbatches)
+            if found != expected:
+                raise ValueError(
+                    f"order has {found[0]} stages and {found[1]} microbatches, expected "
+                    f"{expected[0]} and {expected[1]}, as the stages and n_microbatches say"
+                )
+            return replace(self._order, edges=edges_of(self._first.all_edges))
         ranks, stages = self._first.group_size, self._first.num_stages
         return builders.looped_bfs(
             ranks, self._n_microbatches, stages // ranks, edges_of(self._first.all_edges)

@@ -10,9 +10,12 @@ Bottom-up:
     builders         schedules as functions of ranks, microbatches and chunks
     lowering         adds transfers, gathers and reductions to compute actions
     checks           checks of a schedule before it runs
+    search           a schedule for given costs and memory
     measured         order, costs and bubble of a measured timeline
 """
 
 from meshwright.schedule.actions import Action, Operation, Schedule, dependencies
+from meshwright.schedule.search import find_schedule
+from meshwright.schedule.simulate import Costs
 
-__all__ = ["Action", "Operation", "Schedule", "dependencies"]
+__all__ = ["Action", "Costs", "Operation", "Schedule", "dependencies", "find_schedule"]

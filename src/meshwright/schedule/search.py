@@ -52,7 +52,7 @@ def find_schedule(
     """
     _check(ranks, chunks, costs, limits)
     judge = _Judge(costs, limits, without_barrier)
-    built = list(dict.fromkeys(_built(ranks, microbatches, chunks, edges)))
+    built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
     for schedule in built:
         judge.consider(schedule)
     if judge.best is None:
@@ -102,11 +102,28 @@ def _room(
     return [limit - most for limit in limits]
 
 
+def refilled(
+    schedule: Schedule,
+    costs: Costs,
+    limits: Sequence[float] | None = None,
+    patience: float = 0.0,
+) -> Schedule | None:
+    """Keep the order of F and I of each rank, and put its W where it would idle at ``costs``.
+
+    ``limits`` and ``patience`` are those of `arrange`. Returns None where the order does not fit.
+    From `zb2p` on, with limits of ``2 * ranks`` activations, this is ZB-2p for a model's costs.
+    """
+    done = arrange([[row] for row in _order_of(schedule)], schedule, costs, limits, patience)
+    return None if done is None else replace(schedule, rows=tuple(map(tuple, done.rows)))
+
+
 # ------------------------------------------------------------------ what there is to begin with
 
 
-def _built(ranks: int, microbatches: int, chunks: int, edges: Edges) -> Iterator[Schedule]:
-    """Build every schedule that can be, those of one stage per rank too."""
+def built_schedules(
+    ranks: int, microbatches: int, chunks: int, edges: Edges = None
+) -> Iterator[Schedule]:
+    """Build every schedule that can be, also those of one stage per rank, on the stages of all."""
     for builder in BUILDERS.values():
         for count in sorted({1, chunks}, reverse=True):
             try:
