@@ -137,7 +137,7 @@ def test_a_forward_waits_until_its_activations_fit() -> None:
     every = [[Action(0, o, k) for k in range(3)] for o in (Operation.F, Operation.I)]
     found = arrange([every], like, Costs(), [2.0])
     assert found is not None
-    assert " ".join(map(str, found.rows[0])) == "0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2"
+    assert " ".join(map(str, found.rows[0])) == "0F0 0F1 0I0 0I1 0W0 0F2 0I2 0W1 0W2"
     freed = arrange([every], like, Costs(deferred=0.5), [2.0])
     assert freed is not None
     assert " ".join(map(str, freed.rows[0])) == "0F0 0F1 0I0 0I1 0F2 0I2 0W0 0W1 0W2"
