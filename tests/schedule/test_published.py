@@ -76,9 +76,7 @@ def replayed(model: Model, name: str, microbatches: int) -> float:
     chunks = model.chunks if name == "interleaved1f1b" else 1
     forward, inputs, weight = (seconds / chunks for seconds in whole)
     kept = 32 * model.hidden / (34 * model.hidden + 5 * model.heads * SEQUENCE)
-    costs = Costs(
-        forward=forward, input=inputs, weight=weight, transfer=transfer, deferred=kept
-    )
+    costs = Costs(forward=forward, input=inputs, weight=weight, transfer=transfer, deferred=kept)
     schedule = build(name, model.ranks, microbatches, chunks)
     if name == "zb2p":
         found = refilled(schedule, costs, limits=[2.0 * model.ranks] * model.ranks)

@@ -99,10 +99,9 @@ class _Arranging:
             if not queue:
                 continue
             action = queue[0]
-            stage = action.stage
-            if action.operation is F:
-                if self._held[rank] + self._activation[stage] > self._room[rank]:
-                    continue
+            more = self._held[rank] + self._activation[action.stage]
+            if action.operation is F and more > self._room[rank]:
+                continue
             ready = self._ready(action)
             if ready <= now:
                 queue.popleft()

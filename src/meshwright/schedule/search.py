@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, F, I, Schedule, W
-from meshwright.schedule.builders import BUILDERS, Edges, stage_ranks
+from meshwright.schedule.builders import BUILDERS, Edges
 from meshwright.schedule.list_scheduling import SLACK, Arrangement, arrange
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.messages import parts_of
@@ -51,25 +51,36 @@ def find_schedule(
     that are negative or not finite; `ScheduleError` where not even one microbatch at a time fits.
     """
     _check(ranks, chunks, costs, limits)
-    judge = _Judge(costs, limits, without_barrier)
+
+    def time_of(schedule: Schedule) -> float:
+        found = simulate(lower(schedule), costs, events=False)
+        if any(p > n + SLACK * n for p, n in zip(found.peaks, limits or (), strict=False)):
+            return math.inf
+        return max(found.spans) if without_barrier else found.makespan
+
     built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
-    for schedule in built:
-        judge.consider(schedule)
-    if judge.best is None:
-        judge.require(_one_by_one(ranks, microbatches, chunks, edges))
-    room = _room(ranks, chunks, costs, limits)
-    search = _Search(costs, room, without_barrier)
+    maps = {schedule.stage_ranks: schedule for schedule in built}
+    search = _Search(costs, _room(ranks, chunks, costs, limits), without_barrier)
     for schedule in built:
         search.complete(schedule, [[row] for row in _order_of(schedule)])
-    for like in {schedule.stage_ranks: schedule for schedule in built}.values():
+    for like in maps.values():
         for is_deep in (True, False):
             search.complete(like, _greedy(like, is_deep=is_deep))
-    search.improve(judge.bound(built), tries)
-    for found in search.found:
-        judge.consider(found.schedule())
-    if judge.best is None:
-        raise ScheduleError("no schedule fits the limits")
-    return judge.best
+    search.improve(_bound(maps, costs, microbatches), tries)
+    single = [] if limits is None else [_one_by_one(like) for like in maps.values()]
+    best = min([*built, *(found.schedule() for found in search.found), *single], key=time_of)
+    if time_of(best) == math.inf:
+        _refuse(single[0], costs, limits or ())
+    return best
+
+
+def _refuse(single: Schedule, costs: Costs, limits: Sequence[float]) -> None:
+    peaks = simulate(lower(single), costs, events=False).peaks
+    rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
+    raise ScheduleError(
+        f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the limit is "
+        f"{limits[rank]:g}: raise the limit, or take smaller microbatches"
+    )
 
 
 def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None) -> None:
@@ -79,7 +90,7 @@ def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None
         for name in ("forward", "input", "weight", "transfer", "activation", "parameters")
     }
     named["deferred"] = costs.held_between()
-    for name, value in (*named.items(), ("limits", limits or 0.0)):
+    for name, value in (*named.items(), ("limits", math.inf if limits is None else limits)):
         if isinstance(value, int | float):
             values: Sequence[float] = (value,)
         else:
@@ -149,18 +160,17 @@ def _divided(schedule: Schedule, chunks: int, edges: Edges) -> Schedule:
     return Schedule.of(schedule.name, rows, holders, schedule.microbatches, edges)
 
 
-def _one_by_one(ranks: int, microbatches: int, chunks: int, edges: Edges) -> Schedule:
-    """Run one microbatch at a time, in the least memory."""
-    holders = stage_ranks(ranks, ranks * chunks)
+def _one_by_one(like: Schedule) -> Schedule:
+    """Run one microbatch at a time on the stages of ``like``, in the least memory."""
     rows = []
-    for rank in range(ranks):
-        mine = [stage for stage, holder in enumerate(holders) if holder == rank]
+    for rank in range(like.ranks):
+        mine = like.stages_of(rank)
         row: list[Action] = []
-        for k in range(microbatches):
+        for k in range(like.microbatches):
             row += [Action(stage, F, k) for stage in mine]
             row += [Action(s, o, k) for s in reversed(mine) for o in (I, W)]
-        rows.append(row)
-    return Schedule.of("one-by-one", rows, holders, microbatches, edges)
+        rows.append(tuple(row))
+    return replace(like, name="one-by-one", rows=tuple(rows))
 
 
 def _order_of(schedule: Schedule) -> Order:
@@ -190,50 +200,16 @@ def _greedy(like: Schedule, *, is_deep: bool) -> list[list[list[Action]]]:
 # -------------------------------------------------------------------------------- the search
 
 
-class _Judge:
-    """Keeps the fastest schedule within the limits, by the simulator."""
-
-    def __init__(
-        self, costs: Costs, limits: Sequence[float] | None, without_barrier: bool
-    ) -> None:
-        self._costs = costs
-        self._limits = limits
-        self._without_barrier = without_barrier
-        self._time = math.inf
-        self.best: Schedule | None = None
-
-    def consider(self, schedule: Schedule) -> tuple[float, ...]:
-        """Keep ``schedule`` if it fits and is faster than the best; returns its peaks."""
-        found = simulate(lower(schedule), self._costs, events=False)
-        time = max(found.spans) if self._without_barrier else found.makespan
-        limits = self._limits or [math.inf] * schedule.ranks
-        fits = all(p <= n + SLACK * n for p, n in zip(found.peaks, limits, strict=True))
-        if fits and time < self._time:
-            self._time, self.best = time, schedule
-        return found.peaks
-
-    def require(self, schedule: Schedule) -> None:
-        """Keep ``schedule``, which needs the least memory, or say which rank has too little."""
-        peaks = self.consider(schedule)
-        if self.best is None:
-            limits = self._limits or ()
-            rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
-            raise ScheduleError(
-                f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the "
-                f"limit is {limits[rank]:g}: raise the limit, or take smaller microbatches"
-            )
-
-    def bound(self, built: Sequence[Schedule]) -> float:
-        """A time that no schedule beats: what the busiest rank computes, on the best of maps."""
-        each = self._costs
-        found = math.inf
-        for holders in {schedule.stage_ranks for schedule in built}:
-            busy = [0.0] * (max(holders) + 1)
-            for stage, rank in enumerate(holders):
-                busy[rank] += sum(at_stage(c, stage) for c in (each.forward, each.input))
-                busy[rank] += at_stage(each.weight, stage)
-            found = min(found, max(busy) * built[0].microbatches)
-        return found
+def _bound(maps: Iterable[tuple[int, ...]], costs: Costs, microbatches: int) -> float:
+    """A time that no schedule beats: what the busiest rank computes, on the best of ``maps``."""
+    found = math.inf
+    for holders in maps:
+        busy = [0.0] * (max(holders) + 1)
+        for stage, rank in enumerate(holders):
+            parts = (costs.forward, costs.input, costs.weight)
+            busy[rank] += sum(at_stage(part, stage) for part in parts)
+        found = min(found, max(busy) * microbatches)
+    return found
 
 
 @dataclass(slots=True)
@@ -252,9 +228,7 @@ class _Candidate:
 class _Search:
     """Completes orders, and moves actions of the best."""
 
-    def __init__(
-        self, costs: Costs, room: Sequence[float] | None, without_barrier: bool
-    ) -> None:
+    def __init__(self, costs: Costs, room: Sequence[float] | None, without_barrier: bool) -> None:
         self._costs = costs
         self._room = room
         self._without_barrier = without_barrier
