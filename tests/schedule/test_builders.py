@@ -158,7 +158,8 @@ def test_vhalf_and_vmin(ranks: int, name: str, share: float) -> None:
         schedule = build(name, ranks, microbatches)
         peak = max(peak_activations(schedule))
         assert peak == 2 * most if microbatches >= ranks else peak <= 2 * most
-        assert wall_bubble(schedule, 2) <= share * ranks
+        if microbatches >= ranks:
+            assert wall_bubble(schedule, 2) <= share * ranks
     # Other costs lengthen each period of V-Min; V-Half has room for them.
     costs = (1.0, 1.1, 0.7)
     few, many = (wall_bubble(build(name, ranks, m * ranks), 2, costs) for m in (4, 8))
