@@ -7,6 +7,7 @@ only what needs their result. A receive ends when it is posted and the payload h
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class _Machine:
         self._position = [0] * ranks
         self._part = [0] * ranks
         self._compute = [0.0] * ranks
-        self._starts = [_UNKNOWN] * ranks
+        self._starts = [math.inf] * ranks
         self._held = [0.0] * ranks
         self._peaks = [0.0] * ranks
         self._waiting: dict[tuple[int, int], list[int]] = {}
@@ -179,7 +180,10 @@ class _Machine:
             makespan=max((end for lane in self._lanes.values() for end in lane.free), default=0.0),
             compute=tuple(self._compute),
             peaks=tuple(self._peaks),
-            spans=tuple(map(float.__sub__, self._lanes["compute"].free, self._starts)),
+            spans=tuple(
+                max(0.0, end - start)
+                for end, start in zip(self._lanes["compute"].free, self._starts, strict=True)
+            ),
             timeline=Timeline(self._events or ()),
         )
 
@@ -264,8 +268,7 @@ class _Machine:
         if operation is B:
             seconds += self._seconds[stage * _COLUMNS + 2]
         end = start + seconds
-        if self._starts[rank] < 0:
-            self._starts[rank] = start
+        self._starts[rank] = min(self._starts[rank], start)
         self._lanes["compute"].free[rank] = end
         self._compute[rank] += seconds
         if operation is F:
