@@ -150,6 +150,27 @@ def test_what_waits_for_weight_halves_counts_as_what_is_left_of_it() -> None:
     assert simulate(schedule, Costs()).peaks == (2.0,)
     assert simulate(schedule, Costs(deferred=0.25)).peaks == (1.25,)
     assert simulate(build("gpipe", 1, 2), Costs(deferred=0.25)).peaks == (2.0,)
+    assert simulate(build("zb1p", 1, 2), Costs(deferred=0.25)).peaks == (1.0,)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zb2p"])
+def test_the_list_scheduler_keeps_the_time_of_the_simulator(name: str) -> None:
+    costs = Costs(forward=[1.0, 1.5, 2.0, 0.5], input=1.25, weight=0.75, transfer=0.25)
+    like = refilled(build(name, 4, 8), costs)
+    assert like is not None
+    orders = [[[a for a in row if a and a.operation is not Operation.W]] for row in like.rows]
+    found = arrange(orders, like, costs)
+    assert found is not None
+    assert tuple(map(tuple, found.rows)) == like.rows
+    step = simulate(lower(like), costs)
+    assert max(found.ends) == pytest.approx(step.makespan)
+    spans = [end - start for start, end in zip(found.starts, found.ends, strict=True)]
+    assert step.spans == pytest.approx(spans)
+
+
+def test_a_built_schedule_that_nothing_beats_is_kept() -> None:
+    assert find_schedule(2, 4, Costs()).name == "zb1p"
+    assert find_schedule(4, 8, Costs.shared(2), chunks=2, limits=[2.0] * 4).name == "vmin"
 
 
 def test_less_memory_than_any_built_one_needs() -> None:
