@@ -93,4 +93,4 @@ def replayed(model: Model, name: str, microbatches: int) -> float:
 def test_bubbles_of_table_5(model: Model, name: str, microbatches: int, published: float) -> None:
     found = replayed(model, name, microbatches)
     print(f"{model.name} {name} {microbatches}: {found:.4f}, published {published:.4f}")
-    assert abs(found - published) <= 0.015
+    assert abs(found - published) <= 0.005  # the aim is 0.015

@@ -78,7 +78,7 @@ ROOM_LINES: dict[str, int] = {
     "reference": 257,
     "report": 954,
     "sampling": 339,
-    "schedule": 2647,
+    "schedule": 2650,
     "settings": 156,
     "tensor_parallel": 3278,
     "testing": 3395,
