@@ -355,7 +355,7 @@ def anchors(file: Path) -> set[str]:
 def test_the_table_of_schedules_is_what_is_simulated() -> None:
     page = (ROOT / "docs/pipelines.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d) \| (\w+) \| ([\d.]+)% \| ([\d.]+) \|", page, re.M)
-    assert len(rows) == 7
+    assert len(rows) == 10
     for name, stages, backward, idle, held in rows:
         schedule = build(name, 4, 8, int(stages))
         found = simulate(lower(schedule), Costs.shared(int(stages)), events=False)

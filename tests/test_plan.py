@@ -43,7 +43,7 @@ shard = 2
 tensor = 2
 
 [pipeline]
-schedule = "1f1b"      # gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv, dualpipev
+schedule = "1f1b"      # or gpipe, interleaved1f1b, loopedbfs, zb1p, zb2p, zbv, vhalf, ...
 microbatches = 8
 split = "auto"         # auto | parameters | ["layers.4", "layers.8"]
 
@@ -282,7 +282,8 @@ compute = "half"
         "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, "
         "context, expert, tensor",
         'line 7: key \'schedule\' in [pipeline]: expected "gpipe", "1f1b", "interleaved1f1b", '
-        '"loopedbfs", "zb1p", "zbv" or "dualpipev", found the text "1f1"; did you mean "1f1b"?',
+        '"loopedbfs", "zb1p", "zb2p", "zbv", "vhalf", "vmin" or "dualpipev", found the text "1f1"; '
+        'did you mean "1f1b"?',
         "line 8: unknown key 'microbatchs' in [pipeline]; did you mean 'microbatches'?",
         "line 9: key 'microbatches' in [pipeline]: expected a number of at least 1, found 0",
         "line 11: key 'accumulate' in [train]: expected a number of at least 1, found 0",

@@ -53,7 +53,18 @@ __all__ = [
     "module_names",
 ]
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev"]
+ScheduleName = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "loopedbfs",
+    "zb1p",
+    "zb2p",
+    "zbv",
+    "vhalf",
+    "vmin",
+    "dualpipev",
+]
 """The schedules a plan may name."""
 
 
@@ -62,7 +73,7 @@ class PipelinePlan:
     """``[pipeline]``: how the model is split into stages, and in which order they run."""
 
     schedule: ScheduleName = "1f1b"
-    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv or dualpipev."""
+    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zb2p, zbv, vhalf, vmin or dualpipev."""
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
     split: Literal["auto", "parameters", "model"] | tuple[str, ...] = "auto"

@@ -194,7 +194,7 @@ def test_trains_and_evaluates_as_without_the_compiler(ranks: Ranks, name: str) -
 # ------------------------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("schedule", ["zb1p", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["zb1p", "zb2p", "zbv", "vhalf", "vmin", "dualpipev"])
 def test_half_backwards_are_refused_by_the_names_of_the_plan(schedule: str) -> None:
     plan = plan_of(pipeline=2, pipeline_=replace(in_stages(schedule), microbatches=4))
     with pytest.raises(PlanError, match=f"compile = true: schedule = '{schedule}' in .pipeline."):

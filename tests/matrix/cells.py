@@ -32,7 +32,11 @@ from support.internals.precision import FloatName, Precision
 from support.internals.recipes import LanguageModel, ModelConfig
 from support.pairwise import pairwise
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
+SCHEDULES = (
+    *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zb2p"),
+    *("zbv", "vhalf", "vmin", "dualpipev"),
+)
+HALVES = ("zb1p", "zb2p", "zbv", "vhalf", "vmin", "dualpipev")
 LOSSES = ("mean", "counted")
 PRECISIONS = ("double", "bfloat16", "float16", "narrow")
 ACCUMULATED = (1, 2)
@@ -393,7 +397,7 @@ def is_legal(cell: Cell) -> bool:
         return False
     if cell.option == "recompute" and not ROWS[cell.model].recompute:
         return False
-    if cell.option == "compile" and cell.schedule in ("zb1p", "zbv", "dualpipev"):
+    if cell.option == "compile" and cell.schedule in HALVES:
         return False  # which run a backward in two halves
     if cell.option == "other units" and "replicate" not in cell.axes and "shard" not in cell.axes:
         return False

@@ -11,7 +11,7 @@ __all__ = ["REFUSALS", "Refusal", "refusal_of"]
 
 TRACED = ("unused", "skip", "reused", "tied", "transformer", "keywords", "odd", "gated")
 """Models that are no chains of modules."""
-TWO_STAGES_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
+TWO_STAGES_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "vhalf", "vmin", "dualpipev")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,10 @@ def can_build(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
         "interleaved1f1b": microbatches % rounds == 0,
         "loopedbfs": True,
         "zb1p": microbatches % rounds == 0,
+        "zb2p": chunks == 1,
         "zbv": chunks == 2,
+        "vhalf": chunks == 2,
+        "vmin": chunks == 2,
         "dualpipev": chunks == 2 and microbatches >= 2 * ranks,
     }[name]
 
@@ -128,6 +131,45 @@ def test_zbv(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_zb2p(ranks: int) -> None:
+    for microbatches in (1, ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 4 * ranks):
+        schedule = build("zb2p", ranks, microbatches)
+        assert set(peak_activations(schedule)) == {min(microbatches, 2 * ranks - 1)}
+        if microbatches >= 2 * ranks - 1:
+            found = simulate(schedule, events=False)
+            assert found.spans == pytest.approx([3.0 * microbatches] * ranks)
+            assert found.makespan == pytest.approx(3.0 * microbatches + ranks - 1)
+    # Gaps that the weight halves in memory are too short for stay.
+    for forward, inputs, weight in COSTS:
+        costs = Costs(forward=forward, input=inputs, weight=weight)
+        lost = max(simulate(build("zb2p", ranks, 4 * ranks), costs).spans)
+        least = max(inputs - forward, forward + inputs - 2 * weight, 0.0)
+        assert lost - 4 * ranks * sum((forward, inputs, weight)) == pytest.approx(
+            (ranks - 1) * least
+        )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("name", "bubbles"),
+    [("vhalf", {2: 1.0, 3: 2.5, 4: 3.5, 8: 9.5}), ("vmin", {2: 1.0, 3: 3.5, 4: 5.5, 8: 13.5})],
+)
+def test_vhalf_and_vmin(ranks: int, name: str, bubbles: dict[int, float]) -> None:
+    """Activations of p/2 and p/3 microbatches, about 1/2 and 2/3 of the 3 (p - 1) of 1F1B idle."""
+    most = (ranks + 2) // 2 if name == "vhalf" else (ranks + 4) // 3
+    for microbatches in (1, 2, ranks, 2 * ranks, 6 * ranks + 1):
+        schedule = build(name, ranks, microbatches)
+        peak = max(peak_activations(schedule))
+        assert peak == 2 * most if microbatches >= ranks else peak <= 2 * most
+        if microbatches >= ranks:
+            assert wall_bubble(schedule, 2) == bubbles[ranks]
+    # Other costs lengthen each period of V-Min; V-Half has room for them.
+    costs = (1.0, 1.1, 0.7)
+    few, many = (wall_bubble(build(name, ranks, m * ranks), 2, costs) for m in (4, 8))
+    assert (many > few + 0.1) is (name == "vmin" and ranks > 2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_dualpipev(ranks: int) -> None:
     for microbatches in (2 * ranks, 3 * ranks + 1, 4 * ranks):
         schedule = build("dualpipev", ranks, microbatches)
@@ -138,18 +180,18 @@ def test_dualpipev(ranks: int) -> None:
 
 
 MAKESPANS = {
-    (4, 8): (33, 33, 28.5, 28.5, 25.5, 25.5, 25.5),
-    (4, 16): (57, 57, 52.5, 52.5, 49.5, 49.5, 49.5),
-    (8, 32): (117, 117, 106.5, 106.5, 99.5, 99.5, 99.5),
+    (4, 8): (33, 33, 28.5, 28.5, 25.5, 27, 25.5, 27.5, 29.5, 25.5),
+    (4, 16): (57, 57, 52.5, 52.5, 49.5, 51, 49.5, 51.5, 53.5, 49.5),
+    (8, 32): (117, 117, 106.5, 106.5, 99.5, 103, 99.5, 105.5, 109.5, 99.5),
 }
-ORDER = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
+ORDER = tuple(BUILDERS)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), MAKESPANS)
 def test_makespans(ranks: int, microbatches: int) -> None:
     found = []
     for name in ORDER:
-        chunks = 1 if name in ("gpipe", "1f1b") else 2
+        chunks = 1 if name in ("gpipe", "1f1b", "zb2p") else 2
         schedule = build(name, ranks, microbatches, chunks)
         found.append(simulate(schedule, Costs.shared(chunks), events=False).makespan)
     assert found == pytest.approx(MAKESPANS[ranks, microbatches])
@@ -188,6 +230,8 @@ def test_orders_by_hand() -> None:
     assert row(build("loopedbfs", 2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert row(build("zb1p", 2, 2), 0) == "0F0 0F1 0I0 0W0 0I1 0W1"
     assert row(build("zb1p", 2, 2), 1) == "1F0 1I0 1F1 1I1 1W0 1W1"
+    assert row(build("zb2p", 2, 4), 0) == "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3"
+    assert row(build("zb2p", 2, 4), 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"
     found = row(build("interleaved1f1b", 2, 2, 2), 1)
     assert found == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
 
@@ -210,6 +254,9 @@ def test_stage_maps() -> None:
         ("1f1b", (2, 4, 2), "one stage a rank, but got 2"),
         ("interleaved1f1b", (2, 5, 2), "Interleaved 1F1B requires the number of microbatches"),
         ("zb1p", (2, 5, 2), "Zero bubble requires the number of microbatches"),
+        ("zb2p", (2, 4, 2), "ZB2P has one stage a rank, but got 2. Use zb1p for several"),
+        ("vhalf", (2, 4, 1), r"V-Half requires exactly 2 stages per rank, but got 1\."),
+        ("vmin", (2, 4, 3), r"V-Min requires exactly 2 stages per rank, but got 3\."),
         ("zbv", (2, 4, 1), r"ZBV requires exactly 2 stages per rank, but got 1\."),
         ("dualpipev", (2, 4, 3), r"DualPipeV requires exactly 2 stages per rank, but got 3\."),
         ("dualpipev", (2, 3), "DualPipeV requires at least as many microbatches as stages"),

@@ -17,7 +17,7 @@ from support.internals.schedule import (
 )
 from support.internals.timeline import Event, Timeline
 
-PLANS = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv")
+PLANS = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zb2p", "zbv", "vhalf", "vmin")
 
 
 def ran(name: str, transfer: float = 0.25, begin: float = 0.0, ranks: int = 2) -> Timeline:

@@ -75,7 +75,7 @@ def by_schedule(name, count):
     return step
 
 def placed(name, count):
-    if name in ("ZBVZeroBubble", "DualPipeV"):
+    if name in ("ZBVZeroBubble", "VHalf", "VMin", "DualPipeV"):
         return [s if s < N else 2 * N - 1 - s for s in range(count)]
     return [s % N for s in range(count)]
 """

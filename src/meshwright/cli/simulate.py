@@ -22,7 +22,8 @@ class SimulateCommand:
     """Draw a pipeline schedule, with its idle time and activation memory, without running it."""
 
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCHEDULE")]
-    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv, dualpipev, or a CSV file."""
+    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zb2p, zbv, vhalf, vmin or dualpipev, or a CSV
+    file."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Number of ranks of the pipeline."""
     stages: Annotated[int, tyro.conf.arg(metavar="N")] = 0

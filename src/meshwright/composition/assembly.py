@@ -53,7 +53,7 @@ from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
 from meshwright.randomness import Draws
-from meshwright.schedule.builders import stage_ranks
+from meshwright.schedule.builders import V_SHAPED, stage_ranks
 from meshwright.torch_internals.modules import require_module
 
 
@@ -228,7 +228,7 @@ def pipelined(
     moved = moved_to(example, everyone)
     traffic = _checked(model, plan, moved, cut, experts, peers, draws)
     found = _stages_of(model, plan, moved, cut, experts, peers, draws)
-    style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
+    style = "v" if plan.pipeline.schedule in V_SHAPED else "loop"
     holders = stage_ranks(pipeline.size, len(found.modules), style)
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
     own = [found.modules[stage] for stage in mine]

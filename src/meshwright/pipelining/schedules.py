@@ -7,6 +7,7 @@ one norm over all stages after a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -88,6 +89,9 @@ __all__ = [
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB2P",
     "ScheduleZBVZeroBubble",
     "W",
     "clip_grad_norm_",
@@ -482,9 +486,35 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Runs the order of a CSV file, once it has been loaded."""
+    """Runs ``order``, the compute actions of all ranks, or that of a CSV file, once loaded.
+
+    ``order`` is the same on all ranks, such as what `meshwright.schedule.find_schedule` finds.
+    Other arguments are those of `PipelineScheduleMulti`. Raises ``ValueError`` for an order of
+    another number of stages or microbatches.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        *args: Any,
+        order: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._order = order
+        super().__init__(stages, n_microbatches, loss_fn, *args, **kwargs)
 
     def _compute(self) -> Schedule:
+        if self._order is not None:
+            expected = (self._first.num_stages, self._n_microbatches)
+            found = (self._order.stages, self._order.microbatches)
+            if found != expected:
+                raise ValueError(
+                    f"order has {found[0]} stages and {found[1]} microbatches, expected "
+                    f"{expected[0]} and {expected[1]}, as the stages and n_microbatches say"
+                )
+            return replace(self._order, edges=edges_of(self._first.all_edges))
         ranks, stages = self._first.group_size, self._first.num_stages
         return builders.looped_bfs(
             ranks, self._n_microbatches, stages // ranks, edges_of(self._first.all_edges)
@@ -544,6 +574,24 @@ class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     builder = staticmethod(builders.zbv)
 
 
+class ScheduleZB2P(PipelineScheduleSingle):
+    """ZB2P: zero bubble with twice the activations of 1F1B, and one stage per rank."""
+
+    builder = staticmethod(builders.zb2p)
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """V-Half: half the activations of 1F1B, on a V of two stages per rank."""
+
+    builder = staticmethod(builders.vhalf)
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """V-Min: a third of the activations of 1F1B, on a V of two stages per rank."""
+
+    builder = staticmethod(builders.vmin)
+
+
 class ScheduleDualPipeV(PipelineScheduleMulti):
     """DualPipeV: both halves of a V at once."""
 
@@ -561,6 +609,9 @@ _CLASSES: Mapping[str, type[PipelineSchedule]] = MappingProxyType(
         "PipelineScheduleMulti": PipelineScheduleMulti,
         "ZBVZeroBubble": ScheduleZBVZeroBubble,
         "DualPipeV": ScheduleDualPipeV,
+        "ZB2P": ScheduleZB2P,
+        "VHalf": ScheduleVHalf,
+        "VMin": ScheduleVMin,
     }
 )
 

@@ -2,16 +2,20 @@
 
 Bottom-up:
 
-    actions   actions of a rank, and the one rule of their dependencies
-    builders  schedules as functions of ranks, microbatches and chunks
-    messages  the messages of a SEND and a RECV
-    lowering  adds transfers, gathers and reductions to compute actions
-    text      schedules as CSV, or drawn
-    checks    checks of a schedule before it runs
-    simulate  simulated duration and memory
-    measured  order, costs and bubble of a measured timeline
+    actions          actions of a rank, and the one rule of their dependencies
+    messages         the messages of a SEND and a RECV
+    text             schedules as CSV, or drawn
+    simulate         simulated duration and memory
+    list_scheduling  an order for each rank, by greedy ranks
+    builders         schedules as functions of ranks, microbatches and chunks
+    lowering         adds transfers, gathers and reductions to compute actions
+    checks           checks of a schedule before it runs
+    search           a schedule for given costs and memory
+    measured         order, costs and bubble of a measured timeline
 """
 
 from meshwright.schedule.actions import Action, Operation, Schedule, dependencies
+from meshwright.schedule.search import find_schedule
+from meshwright.schedule.simulate import Costs
 
-__all__ = ["Action", "Operation", "Schedule", "dependencies"]
+__all__ = ["Action", "Costs", "Operation", "Schedule", "dependencies", "find_schedule"]

@@ -8,7 +8,9 @@ builder                 map    source of the order
 `interleaved_1f1b`      loop   Narayanan et al. 2021, arXiv 2104.04473
 `looped_bfs`            loop   Lamy-Poirier 2023, arXiv 2211.05953
 `zb1p`                  loop   Qi et al. 2024, arXiv 2401.10241 (ZB-H1)
+`zb2p`                  loop   Qi et al. 2024, arXiv 2401.10241 (ZB-H2)
 `zbv`                   V      Qi et al. 2024, arXiv 2405.15362; few microbatches: our own
+`vhalf`, `vmin`         V      building blocks of Qi et al. 2024, arXiv 2405.15362
 `dualpipev`             V      phases of DeepSeek-AI 2025, DualPipe (its half)
 ======================  =====  ===========================================================
 
@@ -23,7 +25,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, B, F, I, Schedule, W, overlap
+from meshwright.schedule.list_scheduling import Queues, arrange
 
 Edges = Iterable[tuple[int, int]] | None
 
@@ -142,12 +146,35 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
     Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
     """
     group = _group(ranks, microbatches, chunks, "Zero bubble")
+    return _zero_bubble("zb1p", ranks, microbatches, chunks, group, 1, edges)
+
+
+def zb2p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """Zero bubble with twice the memory of 1F1B, ``2 * ranks - 1`` microbatches on every rank.
+
+    With ``F = I = W`` no rank idles between its first and its last action, but ranks begin and end
+    one after another: only without a barrier between steps is no time lost. Raises ``ValueError``
+    for several chunks.
+    """
+    _check_sizes(ranks, microbatches, chunks)
+    if chunks != 1:
+        raise ValueError(f"ZB2P has one stage a rank, but got {chunks}. Use zb1p for several")
+    return _zero_bubble("zb2p", ranks, microbatches, 1, microbatches, 2, edges)
+
+
+def _zero_bubble(
+    name: str, ranks: int, microbatches: int, chunks: int, group: int, lead: int, edges: Edges
+) -> Schedule:
+    """Forwards run ``lead`` ahead for each rank below, weight halves lag ``lead`` for each above.
+
+    So the sum of the activations that wait for either is the same on all ranks.
+    """
     total = microbatches * chunks
     rows = []
     for rank in range(ranks):
         forwards = _forwards(ranks, rank, microbatches, chunks, group)
         backwards = _backwards(ranks, rank, microbatches, chunks, group)
-        ahead = min(total, (chunks - 1) * group + ranks - 1 - rank)
+        ahead = min(total, (chunks - 1) * group + lead * (ranks - 1 - rank))
         row = [Action(stage, F, k) for stage, k in forwards[:ahead]]
         late: deque[Action] = deque()
         for turn, (stage, k) in enumerate(backwards):
@@ -155,10 +182,10 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
                 row.append(Action(forwards[ahead + turn][0], F, forwards[ahead + turn][1]))
             row.append(Action(stage, I, k))
             late.append(Action(stage, W, k))
-            if turn >= rank:
+            if turn >= lead * rank:
                 row.append(late.popleft())
         rows.append([*row, *late])
-    return _loop("zb1p", rows, microbatches, chunks, edges)
+    return _loop(name, rows, microbatches, chunks, edges)
 
 
 def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
@@ -209,7 +236,8 @@ def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> 
     """
     _check_v("ZBV", ranks, microbatches, chunks)
     if microbatches < 2 * ranks - 1:
-        rows = _ListSchedule(ranks, microbatches, room=2 * ranks).run()
+        queues = [_greedy(ranks, rank, microbatches) for rank in range(ranks)]
+        rows = _listed(queues, microbatches, 2 * ranks)
     else:
         rows = [_zigzag(ranks, rank, microbatches) for rank in range(ranks)]
     return _v("zbv", rows, ranks, microbatches, edges)
@@ -247,68 +275,74 @@ def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return row.actions
 
 
-class _ListSchedule:
-    """Simulates all ranks of a V at unit costs, each greedy, and records their actions."""
+def _greedy(ranks: int, rank: int, microbatches: int) -> list[list[Action]]:
+    """List the queues of ``rank``: input halves first, of its earlier stage before the later."""
+    early, late = rank, 2 * ranks - 1 - rank
+    order = ((early, I), (late, I), (late, F), (early, F))
+    return [[Action(stage, op, k) for k in range(microbatches)] for stage, op in order]
 
-    def __init__(self, ranks: int, microbatches: int, room: int) -> None:
-        self._ranks = ranks
-        self._microbatches = microbatches
-        self._last = 2 * ranks - 1
-        self._room = room
-        self._live = [0] * ranks
-        self._rows: list[list[Action]] = [[] for _ in range(ranks)]
-        stages = range(2 * ranks)
-        self._count = {operation: [0 for _ in stages] for operation in (F, I, W)}
-        # End times of results; forwards and input halves run in order of microbatches.
-        self._over: dict[object, list[list[int]]] = {
-            F: [[] for _ in stages],
-            I: [[] for _ in stages],
-        }
 
-    def run(self) -> list[list[Action]]:
-        now, left = 0, 6 * self._ranks * self._microbatches
-        while left:
-            chosen = [self._choose(rank, now) for rank in range(self._ranks)]
-            for rank, action in enumerate(chosen):
-                if action is not None:
-                    self._take(rank, action, now)
-                    left -= 1
-            now += 1
-        return self._rows
+def _listed(queues: Queues, microbatches: int, room: int) -> list[list[Action]]:
+    """Order the queues of the V map at unit costs, in memory for ``room`` microbatches of a stage.
 
-    def _choose(self, rank: int, now: int) -> Action | None:
-        early, late = rank, self._last - rank
-        for stage in (early, late):
-            k = self._count[I][stage]
-            if self._is_over(F, stage, k, now) and (
-                stage == self._last or self._is_over(I, stage + 1, k, now)
-            ):
-                return Action(stage, I, k)
-        if self._live[rank] < self._room:
-            for stage in (late, early):
-                k = self._count[F][stage]
-                if k < self._microbatches and (stage == 0 or self._is_over(F, stage - 1, k, now)):
-                    return Action(stage, F, k)
-        for stage in (early, late):
-            k = self._count[W][stage]
-            if k < self._count[I][stage]:
-                return Action(stage, W, k)
-        return None
+    The rows do for any edges: a chain has each stage wait for all stages before it.
+    """
+    ranks = len(queues)
+    found = arrange(queues, _v("listed", [], ranks, microbatches, None), room=[room] * ranks)
+    if found is None:
+        raise ScheduleError(f"no order of {microbatches} microbatches in the memory of {room}")
+    return found.rows
 
-    def _is_over(self, operation: object, stage: int, microbatch: int, now: int) -> bool:
-        ends = self._over[operation][stage]
-        return microbatch < len(ends) and ends[microbatch] <= now
 
-    def _take(self, rank: int, action: Action, now: int) -> None:
-        stage, operation = action.stage, action.operation
-        self._rows[rank].append(action)
-        self._count[operation][stage] += 1
-        if operation is W:
-            self._live[rank] -= 1
-            return
-        self._over[operation][stage].append(now + 1)
-        if operation is F:
-            self._live[rank] += 1
+def vhalf(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
+    """Half the activations of 1F1B, ``(ranks + 2) // 2`` microbatches a rank, in half its bubble.
+
+    Raises ``ValueError`` for other than two chunks per rank.
+    """
+    _check_v("V-Half", ranks, microbatches, chunks)
+    rows = _repeated(ranks, microbatches, down=2, up=1, home=4, room=ranks // 2 + 1)
+    return _v("vhalf", rows, ranks, microbatches, edges)
+
+
+def vmin(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
+    """A third of the activations of 1F1B, ``(ranks + 4) // 3`` microbatches a rank.
+
+    With ``F = I = W`` it idles two thirds as long as 1F1B, and longer the more they differ. Raises
+    ``ValueError`` for other than two chunks per rank.
+    """
+    _check_v("V-Min", ranks, microbatches, chunks)
+    rows = _repeated(ranks, microbatches, down=1, up=1, home=3, room=(ranks + 4) // 3)
+    return _v("vmin", rows, ranks, microbatches, edges)
+
+
+def _repeated(
+    ranks: int, microbatches: int, *, down: int, up: int, home: int, room: int
+) -> list[list[Action]]:
+    """Repeat the building block of a V every six time slots, one for each F, I and W of a rank.
+
+    ``down`` and ``up`` are the slots from rank to rank on the ways down and up, of F and of I: the
+    fewer, the sooner a microbatch ends, and the fewer are held at a time. On rank 0 the second F is
+    in slot 1 of a period, its I in slot 2, the last I in slot ``home``: then no rank has two of
+    them in one slot. Weight halves take the slots that are left.
+    """
+    way = (ranks - 1) * (down + up)
+    second = way + 1 + -way % 6
+    last = second + 2 + way + (home - 3 - way) % 6
+    queues = []
+    for rank in range(ranks):
+        early, late = rank, 2 * ranks - 1 - rank
+        slots = sorted(
+            (start + 6 * k, Action(stage, operation, k))
+            for k in range(microbatches)
+            for start, stage, operation in (
+                (down * rank, early, F),
+                (second - up * rank, late, F),
+                (second + 1 + down * rank, late, I),
+                (last - up * rank, early, I),
+            )
+        )
+        queues.append([[action for _, action in slots]])
+    return _listed(queues, microbatches, 2 * room)
 
 
 def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
@@ -422,13 +456,19 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
         "interleaved1f1b": interleaved_1f1b,
         "loopedbfs": looped_bfs,
         "zb1p": zb1p,
+        "zb2p": zb2p,
         "zbv": zbv,
+        "vhalf": vhalf,
+        "vmin": vmin,
         "dualpipev": dualpipev,
     }
 )
 """The builders by the names that a plan uses."""
 
-TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
+V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
+"""Schedules on the V map, with exactly two stages per rank."""
+
+TWO_A_RANK = ("interleaved1f1b", "loopedbfs", *V_SHAPED)
 """Schedules with two stages per rank by default."""
 
 

@@ -7,6 +7,7 @@ only what needs their result. A receive ends when it is posted and the payload h
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,10 +53,16 @@ class Costs:
     reduce: PerStage = 0.0
     activation: PerStage = 1.0
     """The memory of a stage for a microbatch from its forward to its W or B, in any unit."""
+    deferred: PerStage | None = None
+    """What of it is left between I and W; None: all of it."""
     parameters: PerStage = 0.0
     """The memory of a stage while it is gathered, in the same unit."""
     boundary_bytes: int = 0
     """Size of one message."""
+
+    def held_between(self) -> PerStage:
+        """The memory of a stage for a microbatch between I and W."""
+        return self.activation if self.deferred is None else self.deferred
 
     @classmethod
     def shared(
@@ -83,6 +90,10 @@ class Simulation:
     """The compute time of each rank."""
     peaks: tuple[float, ...]
     """The peak memory of each rank: activations and gathered parameters."""
+    spans: tuple[float, ...]
+    """The time of each rank from the start of its first action to the end of its last.
+
+    The longest is the time of a step where ranks do not wait for each other between steps."""
     timeline: Timeline = field(default_factory=Timeline, repr=False)
     """Compute actions, sends, gathers and reductions, with lanes; empty without ``events``."""
 
@@ -146,6 +157,7 @@ class _Machine:
         self._position = [0] * ranks
         self._part = [0] * ranks
         self._compute = [0.0] * ranks
+        self._starts = [math.inf] * ranks
         self._held = [0.0] * ranks
         self._peaks = [0.0] * ranks
         self._waiting: dict[tuple[int, int], list[int]] = {}
@@ -168,6 +180,10 @@ class _Machine:
             makespan=max((end for lane in self._lanes.values() for end in lane.free), default=0.0),
             compute=tuple(self._compute),
             peaks=tuple(self._peaks),
+            spans=tuple(
+                max(0.0, end - start)
+                for end, start in zip(self._lanes["compute"].free, self._starts, strict=True)
+            ),
             timeline=Timeline(self._events or ()),
         )
 
@@ -176,16 +192,16 @@ class _Machine:
         costs = self._costs
         found: list[float] = []
         for stage in range(self._schedule.stages):
-            transfer = _at(costs.transfer, stage)
+            transfer = at_stage(costs.transfer, stage)
             found += [
-                _at(costs.forward, stage),
-                _at(costs.input, stage),
-                _at(costs.weight, stage),
+                at_stage(costs.forward, stage),
+                at_stage(costs.input, stage),
+                at_stage(costs.weight, stage),
                 transfer,
                 transfer,
                 0.0,
                 0.0,
-                _at(costs.gather, stage),
+                at_stage(costs.gather, stage),
             ]
         return found
 
@@ -252,12 +268,17 @@ class _Machine:
         if operation is B:
             seconds += self._seconds[stage * _COLUMNS + 2]
         end = start + seconds
+        self._starts[rank] = min(self._starts[rank], start)
         self._lanes["compute"].free[rank] = end
         self._compute[rank] += seconds
         if operation is F:
-            self._hold(rank, _at(self._costs.activation, stage))
-        elif operation is W or operation is B:
-            self._hold(rank, -_at(self._costs.activation, stage))
+            self._hold(rank, at_stage(self._costs.activation, stage))
+        elif operation is B:
+            self._hold(rank, -at_stage(self._costs.activation, stage))
+        else:
+            left = at_stage(self._costs.held_between(), stage)
+            freed = left if operation is W else at_stage(self._costs.activation, stage) - left
+            self._hold(rank, -freed)
         self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, end, woken)
         if self._events is not None:
             self._events.append(self._event(rank, part, "compute", start, end))
@@ -266,18 +287,18 @@ class _Machine:
         """Start an action that does not block the row."""
         stage, operation, k, _ = action
         if operation is RESHARD:
-            self._hold(rank, -_at(self._costs.parameters, stage))
+            self._hold(rank, -at_stage(self._costs.parameters, stage))
             return
         if operation is RECV_F or operation is RECV_B:
             self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, now, woken)
             return
         if operation is REDUCE_GRAD:
-            lane, seconds = "reduce", _at(self._costs.reduce, stage)
+            lane, seconds = "reduce", at_stage(self._costs.reduce, stage)
         elif operation is UNSHARD:
-            lane, seconds = "gather", _at(self._costs.gather, stage)
-            self._hold(rank, _at(self._costs.parameters, stage))
+            lane, seconds = "gather", at_stage(self._costs.gather, stage)
+            self._hold(rank, at_stage(self._costs.parameters, stage))
         else:
-            lane, seconds = "transfer", _at(self._costs.transfer, stage)
+            lane, seconds = "transfer", at_stage(self._costs.transfer, stage)
             # The first part of an overlap ends before the row reaches the send.
             made = 0 if operation is SEND_F else 1
             now = self._ends[stage * _COLUMNS + made][k or 0]
@@ -309,5 +330,6 @@ class _Machine:
         )
 
 
-def _at(value: PerStage, stage: int) -> float:
+def at_stage(value: PerStage, stage: int) -> float:
+    """The value of ``stage``."""
     return float(value) if isinstance(value, int | float) else float(value[stage])

@@ -22,7 +22,10 @@ from support.in_backward import apply_in_backward
 from support.internals.axes import Axes
 from support.internals.comm import Unreadable
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
+SCHEDULES = (
+    *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zb2p"),
+    *("zbv", "vhalf", "vmin", "dualpipev"),
+)
 RULES = {"layers.*.0": "colwise_gathered", "head": "colwise_gathered"}
 STEPS = 3
 

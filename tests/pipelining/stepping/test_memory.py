@@ -75,6 +75,9 @@ def formula(name: str, p: int, m: int, r: int) -> Fraction:
         "InterleavedZeroBubble": Fraction(min(m, p)),
         "ZBVZeroBubble": Fraction(p),
         "DualPipeV": p + Fraction(1, 2),
+        "ZB2P": Fraction(min(m, 2 * p - 1)),
+        "VHalf": Fraction((p + 2) // 2),
+        "VMin": Fraction((p + 4) // 3),
     }[name]
 
 
@@ -86,6 +89,9 @@ NAMES = (
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
     "DualPipeV",
+    "ZB2P",
+    "VHalf",
+    "VMin",
 )
 
 

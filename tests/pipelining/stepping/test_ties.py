@@ -161,7 +161,10 @@ def body_equal(name: str, is_traced: bool) -> None:
     assert every[: len(every) // 2] == every[len(every) // 2 :]
 
 
-NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+NAMES = (
+    *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZB2P"),
+    *("ZBVZeroBubble", "VHalf", "VMin", "DualPipeV"),
+)
 
 
 def body_all(names: tuple[str, ...]) -> None:

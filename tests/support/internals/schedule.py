@@ -12,9 +12,11 @@ __getattr__ = names_inside(
         ),
         "meshwright.schedule.builders": "BUILDERS, build, one_f_one_b, stage_ranks, zbv",
         "meshwright.schedule.checks": "check, check_lowered",
+        "meshwright.schedule.list_scheduling": "arrange",
         "meshwright.schedule.lowering": "forward_part, lower, with_residency",
         "meshwright.schedule.measured": "bubble, compare, costs_of, last_step, schedule_of",
         "meshwright.schedule.messages": "Message, lanes, parts_of, read, received, sent",
+        "meshwright.schedule.search": "built_schedules, refilled",
         "meshwright.schedule.simulate": "Costs, simulate",
         "meshwright.schedule.text": "dump_csv, load_csv, parse_csv, to_csv",
     }
