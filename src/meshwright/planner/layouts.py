@@ -1,0 +1,112 @@
+"""How a run lays a model over its GPUs, and what its software does: the planner's question."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.planner.shapes import ModelShape
+
+__all__ = ["RunLayout", "Software", "stage_layers"]
+
+RECOMPUTE = ("none", "selective", "operators", "full")
+"""From the fastest to the least memory; operators: every second product and all between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLayout:
+    """Degrees of a run; ranks are laid out with axis tensor innermost, as ``KNOWN_AXES``."""
+
+    replicate: int = 1
+    shard: int = 1
+    zero: int = 0
+    """What data ranks share: 0 nothing, 1 optimizer, 2 and gradients, 3 and weights."""
+    tensor: int = 1
+    sequence: bool = False
+    """Axis tensor also splits what is between its layers, by sequence."""
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    expert: int = 1
+    schedule: str = "1f1b"
+    micro: int = 1
+    """Sequences of a microbatch."""
+    microbatches: int = 1
+    bytes: int = 2
+    """Of a number in matrix products: 2 bf16, 1 fp8, 0 fp4."""
+    recompute: str = "none"
+    recompute_share: float = 1.0
+    """Share of the layers that recompute."""
+    vocabulary: str = "last"
+    """Where the output layer is: on the last stage, balanced by fewer layers there, or spread."""
+
+    @cached_property
+    def data(self) -> int:
+        """Ranks that read different sequences."""
+        return self.replicate * self.shard
+
+    @cached_property
+    def gpus(self) -> int:
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @cached_property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.micro * self.microbatches * self.data
+
+    @cached_property
+    def stages(self) -> int:
+        return self.pipeline * self.chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a training program does, apart from the layout: facts, none of them fitted."""
+
+    flash: bool = True
+    """Attention without a stored matrix of scores."""
+    vendor: bool = False
+    """Attention kernels of the GPU's generation, not those ported from the one before."""
+    overlap_data: bool = True
+    overlap_tensor: bool = False
+    """Products are cut so that their collectives run beside them."""
+    compiled: bool = False
+    """Elementwise chains are single kernels."""
+    graphs: bool = False
+    """Kernels are launched by captured graphs."""
+    main_gradients: bool = True
+    """Gradients are kept and summed in fp32."""
+    reduce_bytes: int = 4
+    blocking_transfers: bool = False
+    """A stage waits for its messages instead of computing beside them."""
+    split_transfers: bool = True
+    """Ranks of axis tensor send a part of a message each."""
+    dropout: bool = False
+    logits_bytes: int = 10
+    """Of one logit at the peak: a 16-bit one, its fp32 copy, and its fp32 gradient."""
+    frameworks: str = "allocated"
+    """What printed memory counts."""
+
+
+def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:
+    """Layers of each stage; ``head`` is the output layer's work in layers, where it counts.
+
+    Where two layers are missing to equal stages, the first and the last have one less, as the
+    published ones; else the earliest stages have one more.
+    """
+    stages, layers = layout.stages, shape.layers
+    if layout.vocabulary == "balanced" and stages > 1:
+        mean = (layers + head) / stages
+        last = max(0, round(mean - head))
+        if last * stages < layers:
+            each, more = divmod(layers - last, stages - 1)
+            return [each + (stage < more) for stage in range(stages - 1)] + [last]
+    each, more = divmod(layers, stages)
+    if more == stages - 2 and stages > 2:
+        return [each] + [each + 1] * (stages - 2) + [each]
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def ceil_to(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple
