@@ -42,6 +42,8 @@ class Constants:
     step: float = _in(0.01, 0.0, 0.06, "seconds of the host for each step")
     straggle: float = _in(0.005, 0.0, 0.03, "slower for each doubling of nodes: the slowest counts")
     dispatch: float = _in(16, 6, 60, "bytes for each routed value to permute and to sum")
+    ring: float = _in(0.3, 0.0, 0.9, "slower attention by parts of the keys, at many parts")
+    deterministic: float = _in(1.5, 1.0, 3.0, "slower backward of attention that adds in order")
     exchange: float = _in(0.6, 0.2, 0.95, "share of the links that an all-to-all reaches")
 
 

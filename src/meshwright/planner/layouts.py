@@ -38,6 +38,8 @@ class RunLayout:
     recompute: str = "none"
     recompute_share: float = 1.0
     """Share of the layers that recompute."""
+    extra_flights: float = 0.0
+    """Microbatches whose activations each stage holds beyond its schedule's."""
     vocabulary: str = "last"
     """Where the output layer is: on the last stage, balanced by fewer layers there, or spread."""
 
@@ -75,18 +77,26 @@ class Software:
     """Elementwise chains are single kernels."""
     graphs: bool = False
     """Kernels are launched by captured graphs."""
-    main_gradients: bool = True
-    """Gradients are kept and summed in fp32."""
     reduce_bytes: int = 4
     blocking_transfers: bool = False
     """A stage waits for its messages instead of computing beside them."""
     split_transfers: bool = True
     """Ranks of axis tensor send a part of a message each."""
+    deterministic: bool = False
+    """Attention's backward adds in one order."""
+    rowwise: bool = False
+    """fp8 numbers are scaled by row, not by tensor."""
     dropout: bool = False
     logits_bytes: int = 10
     """Of one logit at the peak: a 16-bit one, its fp32 copy, and its fp32 gradient."""
-    frameworks: str = "allocated"
-    """What printed memory counts."""
+    eager: bool = False
+    """Gates and rotations are operators of their own, and keep their results."""
+    gradient_bytes: int = 4
+    """Of a gradient as it is kept and summed, by replicas."""
+    workspace_gib: float = 0.0
+    """Scratch memory of its libraries: of products and of attention."""
+    fragments: float = 0.0
+    """Share by which what is reserved exceeds what is allocated, where printed memory counts it."""
 
 
 def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:
@@ -101,7 +111,7 @@ def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> lis
         last = max(0, round(mean - head))
         if last * stages < layers:
             each, more = divmod(layers - last, stages - 1)
-            return [each + (stage < more) for stage in range(stages - 1)] + [last]
+            return [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
     each, more = divmod(layers, stages)
     if more == stages - 2 and stages > 2:
         return [each] + [each + 1] * (stages - 2) + [each]

@@ -65,9 +65,12 @@ def layer_activations(
     if recompute == "full":
         return 2.0 * n * h / whole
     dropout = software.dropout
-    between = n * h * (8.0 + (2.0 if dropout else 0.0)) / whole
+    # Inputs of products are kept in the bytes of the product.
+    kept_bytes = max(1, layout.bytes)
+    between = n * h * (4.0 + 2.0 * kept_bytes + (2.0 if dropout else 0.0)) / whole
     q = shape.heads * shape.head
-    attention = 2.0 * n * (q + 2 * shape.keys + shape.values) / t
+    rotated = q + shape.keys if software.eager else 0
+    attention = 2.0 * n * (q + 2 * shape.keys + shape.values + rotated) / t
     if shape.kv_rank:
         attention = 2.0 * n * (2 * q + 2 * shape.values) / t
         between += 2.0 * n * (shape.q_rank + shape.kv_rank) * 2
@@ -75,7 +78,11 @@ def layer_activations(
     if not software.flash and recompute != "selective":
         each = 5.0 if dropout else 2.0
         scores = each * shape.heads / t * n * shape.seq
-    per_value = 2.0 * (3 if shape.glu else 2)
+    per_value = (2.0 if software.eager and shape.glu else 0.0) + (4.0 if shape.glu else 2.0) + kept_bytes
+    if recompute == "selective" and software.flash:
+        # Norms and activation functions are computed again.
+        between -= n * h * 2.0 * kept_bytes / whole
+        per_value -= kept_bytes
     forward = per_value * n * shape.ffn / t
     if moe:
         routed = n * shape.topk / whole
@@ -123,27 +130,26 @@ def rank_memory(
     ranks = layout.data * layout.context
     shards = ranks if layout.zero else 1
     experts = max(1.0, shards / layout.expert)
+    kept = dense / shards + expert / experts
+    units = 0.0
     if layout.zero == 3:
         shards = layout.shard * layout.context
-        experts = max(1.0, shards / layout.expert)
-        each = 4.0 if not software.main_gradients else 2.0
-        weights = each * (dense / shards + expert / experts)
-        gradients = 4.0 * (dense / shards + expert / experts)
-        moments = (8.0 if each == 4.0 else 12.0) * (dense / shards + expert / experts)
-        unit = (shape.moe_parameters if shape.moe_layers else shape.dense_parameters) / t + (
-            shape.expert_parameters / layout.expert if shape.moe_layers else 0.0)
-        largest = max(unit, vocab * (1 if shape.tied else 1))
-        units = 2.0 * (2 * unit) + (2.0 + software.reduce_bytes) * largest
+        kept = dense / shards + expert / max(1.0, shards / layout.expert)
+        weights, gradients, moments = 4.0 * kept, 4.0 * kept, 8.0 * kept
+        if layout.pipeline > 1:
+            # Between microbatches weights stay gathered and gradients whole.
+            units = (2.0 + software.reduce_bytes) * (dense + expert)
+        else:
+            unit = (shape.moe_parameters if shape.moe_layers else shape.dense_parameters) / t
+            unit += shape.expert_parameters / layout.expert if shape.moe_layers else 0.0
+            units = 4.0 * unit + (2.0 + software.reduce_bytes) * max(unit, vocab)
     else:
-        weights = 2.0 * (dense + expert)
-        each = 4.0 if software.main_gradients else 2.0
-        gradients = each * (dense + expert) / 1.0
-        if layout.zero == 2 and layout.shard > 1:
-            gradients = each * (dense / shards + expert / experts)
-        moments = 12.0 * (dense / shards + expert / experts)
-        units = 0.0
+        each = float(software.gradient_bytes)
+        sharded = layout.zero == 2 and layout.shard > 1
+        weights, gradients = 2.0 * (dense + expert), each * (kept if sharded else dense + expert)
+        moments = 12.0 * kept
     share = layout.recompute_share if layout.recompute != "none" else 0.0
-    flying = flights(layout, rank) / layout.chunks
+    flying = flights(layout, rank) / layout.chunks + layout.extra_flights
     activations = live = 0.0
     for count, moe in ((layers_dense, False), (layers_moe, True)):
         if not count:
@@ -152,9 +158,8 @@ def rank_memory(
         whole = layer_activations(shape, layout, software, moe=moe, recompute="none")
         activations += count * flying * (share * kept + (1 - share) * whole if share else whole)
         live = max(live, whole if layout.recompute in ("full", "operators") else 0.0)
-    extra = layout.vocabulary_flights * (layers_dense + layers_moe) if hasattr(
-        layout, "vocabulary_flights") else 0.0
-    activations += extra
+    if not software.flash:
+        live += 4.0 * shape.heads / t * n * shape.seq  # scores in fp32
     logits = 0.0
     if is_last or layout.vocabulary == "spread":
         spread = p if layout.vocabulary == "spread" else 1
@@ -169,6 +174,7 @@ def rank_memory(
             "units": units,
             "activations": activations + live + embed,
             "logits": logits,
+            "workspace": software.workspace_gib * GIB,
         },
     )
 

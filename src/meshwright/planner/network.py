@@ -51,12 +51,18 @@ class Group:
         """Seconds of an all-reduce of ``size`` bytes on each rank."""
         return 2 * self.gather(size, constants) - (constants.latency if self.size > 1 else 0.0)
 
-    def exchange(self, size: float, constants: Constants) -> float:
-        """Seconds of an all-to-all in which each rank sends ``size`` bytes in all."""
+    def exchange(self, size: float, copies: int, constants: Constants) -> float:
+        """Seconds of an all-to-all in which each rank sends ``size`` bytes in all.
+
+        They are ``copies`` of each token, of which one travels to each other node, as DeepSeek-AI's
+        DeepEP sends them.
+        """
         if self.size < 2:
             return 0.0
-        inside = (self.local - 1) / self.size * size / (self.hardware.intra_gbps * 1e9)
-        outside = (self.size - self.local) / self.size * size / (self.hardware.inter_gbps * 1e9)
+        inside = (self.size - 1) / self.size * size / (self.hardware.intra_gbps * 1e9)
+        nodes = self.nodes
+        distinct = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies) / copies
+        outside = distinct * size / (self.hardware.inter_gbps * 1e9)
         return constants.latency + max(inside, outside) / constants.exchange
 
     def send(self, size: float, constants: Constants) -> float:

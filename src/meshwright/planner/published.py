@@ -29,27 +29,32 @@ _PRODUCTS = {"fp16": 2, "bf16": 2, "nvfp4": 0}
 _SCHEDULES = {"none": "1f1b", "1f1b": "1f1b", "zb1p": "zb1p", "zb2p": "zb2p"}
 
 _MEGATRON_2021 = Software(
-    flash=False, overlap_data=False, dropout=True, reduce_bytes=4, blocking_transfers=True,
-    logits_bytes=6,
+    flash=False, overlap_data=False, dropout=True, blocking_transfers=True, logits_bytes=6,
 )
-_MEGATRON_CORE = Software(vendor=True, logits_bytes=6, overlap_tensor=False)
-_FSDP = Software(main_gradients=False, frameworks="reserved")
+_DEEPSPEED = replace(
+    _MEGATRON_2021, split_transfers=False, reduce_bytes=2, gradient_bytes=2, workspace_gib=6.0,
+    fragments=0.12,
+)
+_MEGATRON_CORE = Software(vendor=True, logits_bytes=6, overlap_tensor=True, workspace_gib=1.0)
+_FSDP = Software(logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03)
 _SOFTWARE: Mapping[str, Software] = {
     "megatron_sc21": _MEGATRON_2021,
     "korthikanti_2205_05198": _MEGATRON_2021,
-    "vtrain_ground_truth": replace(_MEGATRON_2021, split_transfers=False, reduce_bytes=2),
-    "bloom_prequel": replace(_MEGATRON_2021, split_transfers=False, reduce_bytes=2),
-    "zero_bubble_2401_10241": replace(_MEGATRON_2021, blocking_transfers=False),
+    "vtrain_ground_truth": _DEEPSPEED,
+    "bloom_prequel": _DEEPSPEED,
+    "zero_bubble_2401_10241": replace(_MEGATRON_2021, blocking_transfers=False, workspace_gib=1.0),
     "vocab_parallel_2411_05288": replace(_MEGATRON_2021, flash=True, blocking_transfers=False),
     "megascale_2402_15627": replace(_MEGATRON_CORE, dropout=True),
-    "llama3_2407_21783": _MEGATRON_CORE,
     "torchtitan_2024_12": _FSDP,
-    "torchtitan_asynctp_2025_06": replace(_FSDP, vendor=False),
-    "torchtitan_h200_2025_06": _FSDP,
+    "torchtitan_asynctp_2025_06": replace(_FSDP, logits_bytes=6),
+    "torchtitan_h200_2025_06": replace(_FSDP, logits_bytes=6),
     "torchtitan_a100_2024": _FSDP,
     "mpt_llm_foundry": _FSDP,
     "fsdp_vldb_2304_11277": replace(_FSDP, reduce_bytes=2),
-    "nanotron_ultrascale": Software(overlap_data=False, blocking_transfers=True),
+    "nanotron_ultrascale": Software(
+        overlap_data=False, blocking_transfers=True, eager=True, gradient_bytes=6,
+        workspace_gib=1.0, fragments=0.05,
+    ),
 }
 
 
@@ -62,12 +67,16 @@ def software_of(row: Mapping[str, Any]) -> Software:
         found = replace(found, flash=attention == "flash")
     if extras.get("compile"):
         found = replace(found, compiled=True)
+    if "rowwise" in row["precision"]:
+        found = replace(found, rowwise=True)
     if extras.get("async_tp"):
         found = replace(found, overlap_tensor=True)
     if extras.get("mp_mode") == "PURE":
         found = replace(found, reduce_bytes=2)
     if "ddp" in extras:
         found = replace(found, overlap_data=extras["ddp"] != "local (no overlap)")
+    if extras.get("deterministic"):
+        found = replace(found, deterministic=True)
     if extras.get("system") == "MegaScale":
         found = replace(found, overlap_tensor=True, compiled=True)
     return found
@@ -155,19 +164,21 @@ def _layouts(row: Mapping[str, Any], shape: ModelShape) -> Iterable[RunLayout]:
     if "balance" in str(extras.get("layer_layout")):
         vocabulary = "balanced"
     data = parallel["dp"]
+    unknown = (("none", 0.0), ("selective", 1.0), *(("full", k / 8) for k in range(1, 9)))
     recompute = {
-        "none": ("none",), "full": ("full",), "selective_attention_core": ("selective",),
-        "selective_op": ("operators",), "selective_layer(every 2nd)": ("full",),
-        "norm,act": ("selective",), "layernorm,moe": ("selective",), "partial": ("selective",),
-    }.get(row["recompute"], ("none", "selective", "full"))
+        "none": (("none", 0.0),), "full": (("full", 1.0),),
+        "selective_attention_core": (("selective", 1.0),), "selective_op": (("operators", 1.0),),
+        "selective_layer(every 2nd)": (("full", 0.5),), "norm,act": (("selective", 1.0),),
+        "layernorm,moe": (("selective", 1.0),), "partial": (("selective", 1.0),),
+    }.get(row["recompute"], unknown)
     micros = [batch["micro"]] if batch["micro"] else [1, 2, 4]
-    chunks = [parallel["vp"]] if parallel["vp"] else [1, 2, 3, 4, 6]
+    chunks = [parallel["vp"]] if parallel["vp"] else [1, 2, 4, 6, 8]
     if parallel["pp"] == 1:
         chunks = [1]
     size = _PRODUCTS.get(row["precision"], 1)
-    for how in recompute:
-        for micro in micros:
-            for chunk in chunks:
+    for micro in micros:
+        for chunk in chunks:
+            for how, share in recompute:
                 count = batch["num_microbatches"]
                 if not count or not batch["micro"]:
                     if not batch["global"] or batch["global"] % (micro * data):
@@ -177,12 +188,17 @@ def _layouts(row: Mapping[str, Any], shape: ModelShape) -> Iterable[RunLayout]:
                 schedule = _SCHEDULES.get(schedule, "interleaved1f1b")
                 if chunk > 1:
                     schedule = "interleaved1f1b"
+                if "vocab-" in named:
+                    more = 3.0 - int(named[-1])
+                else:
+                    more = parallel["pp"] / 2 if "interlaced" in named else 0.0
                 yield RunLayout(
+                    extra_flights=more,
                     replicate=parallel["dp_replicate"], shard=parallel["dp_shard"],
                     zero=parallel["zero_stage"] or 0, tensor=parallel["tp"],
                     sequence=bool(parallel["sequence_parallel"]), pipeline=parallel["pp"],
                     chunks=chunk, context=parallel["cp"], expert=parallel["ep"],
                     schedule=schedule, micro=micro, microbatches=count, bytes=size,
                     recompute=how, vocabulary=vocabulary,
-                    recompute_share=0.5 if "every 2nd" in row["recompute"] else 1.0,
+                    recompute_share=share,
                 )

@@ -109,7 +109,8 @@ class StepModel:
         moved = 2.0 * (m_ * k + n * k + m_ * n) / (self.hardware.memory_gbps * 1e9)
         extra = 0.0
         if size < 2:
-            extra = constants.quantize * (m_ * k + 0.0) / (self.hardware.memory_gbps * 1e9)
+            scaled = constants.quantize * (3 if self.software.rowwise else 1)
+            extra = scaled * (m_ * k + 0.0) / (self.hardware.memory_gbps * 1e9)
         return count * (max(work, moved) + extra)
 
     def moved_seconds(self, count: float) -> float:
@@ -133,7 +134,10 @@ class StepModel:
                 share = getattr(constants, f"flash_{kind}")
             share *= min(1.0, shape.head / 128) ** 0.25 * shape.seq / (shape.seq + 512)
             forward = operations / 2 / (rate * share)
-            return forward, 2.5 * forward / 0.9
+            if layout.context > 1:
+                forward *= 1 + constants.ring * (1 - 1 / layout.context)
+            slow = constants.deterministic if self.software.deterministic else 1.0
+            return forward, 2.5 * slow * forward / 0.9
         batch = heads * layout.micro
         seq = shape.seq
         products = self.product_seconds(seq, seq, shape.head, count=batch) + self.product_seconds(
@@ -178,7 +182,7 @@ class StepModel:
                 forward, weight = forward + f, weight + w
             width = routed / n * shape.moe_ffn * 2
             forward += self.moved_seconds(constants.dispatch * routed * h)
-            comm += 2 * self.expert.exchange(2.0 * routed * h, constants)
+            comm += 2 * self.expert.exchange(2.0 * routed * h, shape.topk, constants)
             kernels += 40
         else:
             f, w = self.feed_forward(n, max(1, ffn // t))
@@ -313,7 +317,7 @@ class StepModel:
         dense, expert = self.stage_parameters()
         grad = software.reduce_bytes
         group, total = self.data, 0.0
-        if layout.zero == 3:
+        if layout.zero == 3 and layout.pipeline == 1:
             group = Group(layout.replicate, layout.tensor * layout.shard, self.hardware)
             return group.reduce(grad * dense / layout.shard, constants)
         experts = Group(
@@ -440,7 +444,7 @@ def step_time(
     stages = model.stages()
     plain = stages
     exposed = 0.0
-    if layout.zero == 3 or (layout.zero == 2 and layout.shard > 1):
+    if layout.zero >= 2 and layout.shard > 1 and layout.pipeline == 1:
         stages, exposed = model.sharded(stages)
     size = 2.0 * model.tokens * shape.hidden
     if layout.sequence or (software.split_transfers and layout.tensor > 1):
