@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 __all__ = ["Constants", "ranges"]
 
 
-def _in(value: float, low: float, high: float, source: str) -> float:
-    return field(default=value, metadata={"low": low, "high": high, "source": source})
+def _in(prior: float, low: float, high: float, source: str) -> float:
+    return field(default=prior, metadata={"low": low, "high": high, "source": source})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,34 +17,34 @@ class Constants:
     """Fitted on published runs, within ranges that physics and measurements allow."""
 
     product_ampere: float = _in(
-        0.9, 0.7, 1.0, "share of the measured ceiling that products of a model reach"
+        0.88, 0.7, 1.0, "share of the measured ceiling that products of a model reach"
     )
     product_hopper: float = _in(0.8, 0.55, 1.0, "the same; power caps clocks under full load")
     product_blackwell: float = _in(0.8, 0.5, 1.0, "the same")
-    fp8: float = _in(0.75, 0.4, 1.0, "further share of the fp8 ceiling that remains")
+    fp8: float = _in(0.9, 0.4, 1.0, "further share of the fp8 ceiling that remains")
     half_size: float = _in(120, 30, 400, "smallest dim at which a product has half its rate")
-    flash_ampere: float = _in(0.6, 0.35, 0.8, "share of the ceiling; FlashAttention-2, 2307.08691")
+    flash_ampere: float = _in(0.5, 0.35, 0.8, "share of the ceiling; FlashAttention-2, 2307.08691")
     flash_hopper: float = _in(0.4, 0.25, 0.7, "the same kernel on H100, 2407.08608: 35-50 %")
     flash_vendor: float = _in(0.65, 0.4, 0.85, "kernels of the generation, 2407.08608: up to 75 %")
     scores: float = _in(13, 6, 30, "bytes moved for each score without flash, 2205.05198")
     elementwise: float = _in(40, 15, 90, "bytes moved for each value of hidden size, forward")
-    compiled: float = _in(0.6, 0.3, 1.0, "share of these that fused kernels move")
+    compiled: float = _in(0.5, 0.3, 1.0, "share of these that fused kernels move")
     quantize: float = _in(6, 0, 20, "bytes for each input of an fp8 product to scale and cast")
-    launch: float = _in(8e-6, 3e-6, 30e-6, "seconds for which the host is busy with a kernel")
+    launch: float = _in(15e-6, 3e-6, 40e-6, "seconds for which the host is busy with a kernel")
     links: float = _in(0.78, 0.6, 0.95, "share of NVLink's rate; A100 235 of 300, H100 367 of 450")
-    network: float = _in(0.8, 0.4, 0.95, "share of the cards' rate; H200 365 of 400")
+    network: float = _in(0.7, 0.4, 0.95, "share of the cards' rate; H200 365 of 400")
     latency: float = _in(25e-6, 8e-6, 80e-6, "seconds before a collective moves data")
     hop: float = _in(5e-6, 1e-6, 30e-6, "seconds for each doubling of its nodes")
-    tensor_overlap: float = _in(0.3, 0.0, 0.9, "share of tensor collectives hidden where cut")
+    tensor_overlap: float = _in(0.5, 0.0, 0.9, "share of tensor collectives hidden where cut")
     data_overlap: float = _in(0.7, 0.2, 1.0, "share of compute that may hide data collectives")
     contention: float = _in(1.1, 1.0, 1.35, "slower compute beside a collective")
     optimizer: float = _in(34, 28, 80, "bytes moved for each parameter by the optimizer")
     step: float = _in(0.01, 0.0, 0.06, "seconds of the host for each step")
     straggle: float = _in(0.005, 0.0, 0.03, "slower for each doubling of nodes: the slowest counts")
-    dispatch: float = _in(16, 6, 60, "bytes for each routed value to permute and to sum")
+    dispatch: float = _in(30, 6, 60, "bytes for each routed value to permute and to sum")
     ring: float = _in(0.3, 0.0, 0.9, "slower attention by parts of the keys, at many parts")
     deterministic: float = _in(1.5, 1.0, 3.0, "slower backward of attention that adds in order")
-    exchange: float = _in(0.6, 0.2, 0.95, "share of the links that an all-to-all reaches")
+    exchange: float = _in(0.7, 0.2, 0.95, "share of the links that an all-to-all reaches")
 
 
 def ranges() -> Mapping[str, tuple[float, float]]:

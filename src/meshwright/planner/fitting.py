@@ -21,7 +21,7 @@ __all__ = ["Linearized", "fit", "linearize"]
 SMALL = 0.03
 """Errors below it are noise: runs repeat themselves within 2 to 5 %."""
 LARGE = 0.4
-PRIOR = 2e-3
+PRIOR = 1e-2
 """Weight of a constant's distance from its default, for its whole range."""
 
 

@@ -82,6 +82,10 @@ class Software:
     """A stage waits for its messages instead of computing beside them."""
     split_transfers: bool = True
     """Ranks of axis tensor send a part of a message each."""
+    parallel_block: bool = False
+    """Attention and feed-forward read one input, and their outputs are summed together."""
+    fused_accumulation: bool = True
+    """Products add to the kept gradients themselves."""
     deterministic: bool = False
     """Attention's backward adds in one order."""
     rowwise: bool = False

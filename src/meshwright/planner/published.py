@@ -30,21 +30,24 @@ _SCHEDULES = {"none": "1f1b", "1f1b": "1f1b", "zb1p": "zb1p", "zb2p": "zb2p"}
 
 _MEGATRON_2021 = Software(
     flash=False, overlap_data=False, dropout=True, blocking_transfers=True, logits_bytes=6,
+    fused_accumulation=False,
 )
+_MEGATRON_2022 = replace(_MEGATRON_2021, overlap_tensor=True, fused_accumulation=True)
 _DEEPSPEED = replace(
     _MEGATRON_2021, split_transfers=False, reduce_bytes=2, gradient_bytes=2, workspace_gib=6.0,
     fragments=0.12,
 )
 _MEGATRON_CORE = Software(vendor=True, logits_bytes=6, overlap_tensor=True, workspace_gib=1.0)
-_FSDP = Software(logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03)
+_FSDP = Software(
+    fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03)
 _SOFTWARE: Mapping[str, Software] = {
     "megatron_sc21": _MEGATRON_2021,
-    "korthikanti_2205_05198": _MEGATRON_2021,
+    "korthikanti_2205_05198": _MEGATRON_2022,
     "vtrain_ground_truth": _DEEPSPEED,
     "bloom_prequel": _DEEPSPEED,
-    "zero_bubble_2401_10241": replace(_MEGATRON_2021, blocking_transfers=False, workspace_gib=1.0),
-    "vocab_parallel_2411_05288": replace(_MEGATRON_2021, flash=True, blocking_transfers=False),
-    "megascale_2402_15627": replace(_MEGATRON_CORE, dropout=True),
+    "zero_bubble_2401_10241": replace(_MEGATRON_2022, blocking_transfers=False, workspace_gib=1.0),
+    "vocab_parallel_2411_05288": replace(_MEGATRON_2022, flash=True, blocking_transfers=False),
+    "megascale_2402_15627": _MEGATRON_2022,
     "torchtitan_2024_12": _FSDP,
     "torchtitan_asynctp_2025_06": replace(_FSDP, logits_bytes=6),
     "torchtitan_h200_2025_06": replace(_FSDP, logits_bytes=6),
@@ -52,6 +55,7 @@ _SOFTWARE: Mapping[str, Software] = {
     "mpt_llm_foundry": _FSDP,
     "fsdp_vldb_2304_11277": replace(_FSDP, reduce_bytes=2),
     "nanotron_ultrascale": Software(
+        fused_accumulation=False,
         overlap_data=False, blocking_transfers=True, eager=True, gradient_bytes=6,
         workspace_gib=1.0, fragments=0.05,
     ),
@@ -78,7 +82,12 @@ def software_of(row: Mapping[str, Any]) -> Software:
     if extras.get("deterministic"):
         found = replace(found, deterministic=True)
     if extras.get("system") == "MegaScale":
-        found = replace(found, overlap_tensor=True, compiled=True)
+        found = replace(
+            found, flash=True, overlap_data=True, compiled=True, blocking_transfers=False,
+            parallel_block=True,
+        )
+    if row["parallel"]["zero_stage"] == 3 and found.vendor:
+        found = replace(found, reduce_bytes=2)
     return found
 
 

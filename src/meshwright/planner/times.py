@@ -193,12 +193,15 @@ class StepModel:
         simple = self.moved_seconds(
             fused * constants.elementwise * (between * h * 0.75 + n * width * 0.125)
         )
+        if software.parallel_block:
+            simple *= 0.75
         core, core_back = self.attention()
         products = forward
         forward = products + simple + core
         backward = grad + 2 * simple + core_back
         # Collectives.
-        reduce = 2 * self.tensor.reduce(2.0 * n * h, constants)
+        reduce = self.tensor.reduce(2.0 * n * h, constants)
+        reduce *= 1 if software.parallel_block else 2
         hidden = constants.tensor_overlap if software.overlap_tensor else 0.0
         comm_forward = reduce * (1 - hidden) + comm
         comm_back = reduce * (1 - hidden) + comm
@@ -213,13 +216,16 @@ class StepModel:
         elif layout.recompute == "selective":
             again = core if not software.flash else simple * 0.5
         elif layout.recompute == "operators":
-            again = 0.5 * products + simple
+            again, products_again = 0.5 * products + simple, 0.5 * comm_forward
         again, products_again = again * layout.recompute_share, (
             products_again * layout.recompute_share
         )
         launch = 0.0 if software.graphs else constants.launch
         forward = max(forward, launch * kernels)
         backward_floor = launch * kernels * (1.6 + (1.0 if layout.recompute == "full" else 0.0))
+        parameters = (shape.moe_parameters if moe else shape.dense_parameters) / t
+        parameters += shape.expert_parameters / layout.expert if moe else 0.0
+        weight += self.moved_seconds((6.0 if software.fused_accumulation else 10.0) * parameters)
         input_ = backward + again
         total = max(input_ + weight, backward_floor)
         return StageTimes(
