@@ -66,10 +66,9 @@ class RunLayout:
 class Software:
     """What a training program does, apart from the layout: facts, none of them fitted."""
 
-    flash: bool = True
-    """Attention without a stored matrix of scores."""
-    vendor: bool = False
-    """Attention kernels of the GPU's generation, not those ported from the one before."""
+    flash: int = 2
+    """Attention without a stored matrix of scores: FlashAttention 1 or 2, or 3 where the kernel was
+    made for the generation of the GPU; 0: scores are stored."""
     overlap_data: bool = True
     overlap_tensor: bool = False
     """Products are cut so that their collectives run beside them."""

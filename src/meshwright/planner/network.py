@@ -48,8 +48,19 @@ class Group:
         return constants.latency + hops + moved / self.rate(constants)
 
     def reduce(self, size: float, constants: Constants) -> float:
-        """Seconds of an all-reduce of ``size`` bytes on each rank."""
-        return 2 * self.gather(size, constants) - (constants.latency if self.size > 1 else 0.0)
+        """Seconds of an all-reduce of ``size`` bytes on each rank.
+
+        Between nodes it is a tree over the nodes' sums: less than a ring where they are few.
+        """
+        if self.size < 2:
+            return 0.0
+        links = self.hardware.intra_gbps * 1e9 * constants.links
+        inside = 2 * (self.local - 1) / self.local * size / links
+        if self.nodes == 1:
+            return constants.latency + inside
+        outside = 2 * (self.nodes - 1) / self.nodes * size / self.rate(constants)
+        hops = 2 * constants.hop * math.log2(self.nodes)
+        return constants.latency + hops + max(inside, outside)
 
     def exchange(self, size: float, copies: int, constants: Constants) -> float:
         """Seconds of an all-to-all in which each rank sends ``size`` bytes in all.

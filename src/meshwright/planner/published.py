@@ -29,7 +29,7 @@ _PRODUCTS = {"fp16": 2, "bf16": 2, "nvfp4": 0}
 _SCHEDULES = {"none": "1f1b", "1f1b": "1f1b", "zb1p": "zb1p", "zb2p": "zb2p"}
 
 _MEGATRON_2021 = Software(
-    flash=False, overlap_data=False, dropout=True, blocking_transfers=True, logits_bytes=6,
+    flash=0, overlap_data=False, dropout=True, blocking_transfers=True, logits_bytes=6,
     fused_accumulation=False,
 )
 _MEGATRON_2022 = replace(_MEGATRON_2021, overlap_tensor=True, fused_accumulation=True)
@@ -37,22 +37,22 @@ _DEEPSPEED = replace(
     _MEGATRON_2021, split_transfers=False, reduce_bytes=2, gradient_bytes=2, workspace_gib=6.0,
     fragments=0.12,
 )
-_MEGATRON_CORE = Software(vendor=True, logits_bytes=6, overlap_tensor=True, workspace_gib=1.0)
+_MEGATRON_CORE = Software(flash=3, logits_bytes=6, overlap_tensor=True, workspace_gib=1.0)
 _FSDP = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03)
 _SOFTWARE: Mapping[str, Software] = {
     "megatron_sc21": _MEGATRON_2021,
     "korthikanti_2205_05198": _MEGATRON_2022,
-    "vtrain_ground_truth": _DEEPSPEED,
+    "vtrain_ground_truth": replace(_DEEPSPEED, split_transfers=True),
     "bloom_prequel": _DEEPSPEED,
     "zero_bubble_2401_10241": replace(_MEGATRON_2022, blocking_transfers=False, workspace_gib=1.0),
-    "vocab_parallel_2411_05288": replace(_MEGATRON_2022, flash=True, blocking_transfers=False),
+    "vocab_parallel_2411_05288": replace(_MEGATRON_2022, flash=2, blocking_transfers=False),
     "megascale_2402_15627": _MEGATRON_2022,
     "torchtitan_2024_12": _FSDP,
     "torchtitan_asynctp_2025_06": replace(_FSDP, logits_bytes=6),
     "torchtitan_h200_2025_06": replace(_FSDP, logits_bytes=6),
     "torchtitan_a100_2024": _FSDP,
-    "mpt_llm_foundry": _FSDP,
+    "mpt_llm_foundry": replace(_FSDP, flash=1),
     "fsdp_vldb_2304_11277": replace(_FSDP, reduce_bytes=2),
     "nanotron_ultrascale": Software(
         fused_accumulation=False,
@@ -68,7 +68,7 @@ def software_of(row: Mapping[str, Any]) -> Software:
     extras = row.get("extras") or {}
     attention = extras.get("attention")
     if attention is not None:
-        found = replace(found, flash=attention == "flash")
+        found = replace(found, flash=found.flash if attention == "flash" else 0)
     if extras.get("compile"):
         found = replace(found, compiled=True)
     if "rowwise" in row["precision"]:
@@ -83,10 +83,10 @@ def software_of(row: Mapping[str, Any]) -> Software:
         found = replace(found, deterministic=True)
     if extras.get("system") == "MegaScale":
         found = replace(
-            found, flash=True, overlap_data=True, compiled=True, blocking_transfers=False,
+            found, flash=2, overlap_data=True, compiled=True, blocking_transfers=False,
             parallel_block=True,
         )
-    if row["parallel"]["zero_stage"] == 3 and found.vendor:
+    if row["parallel"]["zero_stage"] == 3 and found.flash == 3:
         found = replace(found, reduce_bytes=2)
     return found
 
@@ -172,10 +172,12 @@ def _layouts(row: Mapping[str, Any], shape: ModelShape) -> Iterable[RunLayout]:
     vocabulary = "spread" if "vocab" in named or "interlaced" in named else "last"
     if "balance" in str(extras.get("layer_layout")):
         vocabulary = "balanced"
+    if row["source_id"] == "nanotron_ultrascale":
+        vocabulary = "balanced"
     data = parallel["dp"]
     unknown = (("none", 0.0), ("selective", 1.0), *(("full", k / 8) for k in range(1, 9)))
     recompute = {
-        "none": (("none", 0.0),), "full": (("full", 1.0),),
+        "none": (("none", 0.0), ("selective", 1.0)), "full": (("full", 1.0),),
         "selective_attention_core": (("selective", 1.0),), "selective_op": (("operators", 1.0),),
         "selective_layer(every 2nd)": (("full", 0.5),), "norm,act": (("selective", 1.0),),
         "layernorm,moe": (("selective", 1.0),), "partial": (("selective", 1.0),),

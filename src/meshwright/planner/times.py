@@ -127,14 +127,14 @@ class StepModel:
         operations = 2.0 * self.tokens * keys * heads * (shape.head + (shape.v_dim or shape.head))
         rate = self.hardware.products[2]
         if self.software.flash:
-            if self.software.vendor and self.hardware.generation != "ampere":
-                share = constants.flash_vendor
-            else:
-                kind = "ampere" if self.hardware.generation == "ampere" else "hopper"
-                share = getattr(constants, f"flash_{kind}")
+            share = (constants.flash_first, constants.flash_second, constants.flash_third)[
+                min(self.software.flash, 3 if self.hardware.generation != "ampere" else 2) - 1
+            ]
+            if self.software.flash < 3 and self.hardware.generation != "ampere":
+                share *= constants.ported
             share *= min(1.0, shape.head / 128) ** 0.25 * shape.seq / (shape.seq + 512)
             forward = operations / 2 / (rate * share)
-            if layout.context > 1:
+            if layout.context > 1 and self.software.flash < 3:
                 forward *= 1 + constants.ring * (1 - 1 / layout.context)
             slow = constants.deterministic if self.software.deterministic else 1.0
             return forward, 2.5 * slow * forward / 0.9
