@@ -8,7 +8,7 @@ from functools import cached_property
 
 from meshwright.planner.shapes import ModelShape
 
-__all__ = ["RunLayout", "Software", "stage_layers"]
+__all__ = ["RunLayout", "Software", "rank_layers", "rank_parameters", "stage_layers"]
 
 RECOMPUTE = ("none", "selective", "operators", "full")
 """From the fastest to the least memory; operators: every second product and all between."""
@@ -56,6 +56,10 @@ class RunLayout:
     def batch(self) -> int:
         """Sequences of a step."""
         return self.micro * self.microbatches * self.data
+
+    def tokens(self, shape: ModelShape) -> int:
+        """Tokens of a microbatch on one rank."""
+        return self.micro * math.ceil(shape.seq / self.context)
 
     @cached_property
     def stages(self) -> int:
@@ -121,5 +125,28 @@ def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> lis
     return [each + (stage < more) for stage in range(stages)]
 
 
-def ceil_to(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple
+def rank_layers(shape: ModelShape, layout: RunLayout, rank: int) -> tuple[int, int]:
+    """Layers of one rank of axis pipeline: without experts, and with."""
+    dense = moe = 0
+    left = shape.layers - shape.moe_layers
+    head = shape.vocab * shape.hidden / max(1, shape.dense_parameters)
+    for stage, count in enumerate(stage_layers(shape, layout, head)):
+        first = min(left, count)
+        left -= first
+        if stage % layout.pipeline == rank:
+            dense, moe = dense + first, moe + count - first
+    return dense, moe
+
+
+def rank_parameters(shape: ModelShape, layout: RunLayout, rank: int) -> tuple[float, float]:
+    """Parameters of one rank of axis pipeline, whole over data axes: dense ones, and experts'."""
+    layers, moe = rank_layers(shape, layout, rank)
+    dense = layers * shape.dense_parameters + moe * shape.moe_parameters
+    vocab, p = shape.vocab * shape.hidden, layout.pipeline
+    if layout.vocabulary == "spread":
+        dense += 2 * vocab // p
+    elif p == 1:
+        dense += vocab * (1 if shape.tied else 2)
+    else:
+        dense += vocab * ((rank == 0) + (rank == p - 1))
+    return dense / layout.tensor, moe * shape.expert_parameters / layout.expert

@@ -6,11 +6,10 @@ States: Rajbhandari et al. 2020, arXiv 1910.02054. Activations: Korthikanti et a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.planner.layouts import RunLayout, Software, stage_layers
+from meshwright.planner.layouts import RunLayout, Software, rank_layers, rank_parameters
 from meshwright.planner.shapes import ModelShape
 
 __all__ = ["RankMemory", "flights", "rank_memory"]
@@ -60,7 +59,7 @@ def layer_activations(
 ) -> float:
     """Bytes that one layer keeps of one microbatch for its backward."""
     h, t = shape.hidden, layout.tensor
-    n = layout.micro * math.ceil(shape.seq / layout.context)
+    n = layout.tokens(shape)
     whole = t if layout.sequence else 1
     if recompute == "full":
         return 2.0 * n * h / whole
@@ -103,30 +102,10 @@ def rank_memory(
         p = layout.pipeline
         ranks = {0, min(1, p - 1), p - 1}
         return max((rank_memory(shape, layout, software, r) for r in ranks), key=lambda m: m.total)
-    counts = stage_layers(shape, layout, head_layers(shape))
     p, t, h = layout.pipeline, layout.tensor, shape.hidden
-    n = layout.micro * math.ceil(shape.seq / layout.context)
-    vocab = shape.vocab * h / t
-    dense = expert = 0.0
-    before = 0
-    layers_dense = layers_moe = 0
-    for stage, count in enumerate(counts):
-        first = min(max(0, shape.layers - shape.moe_layers - before), count)
-        before += count
-        if stage % p == rank:
-            layers_dense += first
-            layers_moe += count - first
-    dense = layers_dense * shape.dense_parameters + layers_moe * shape.moe_parameters
-    dense = dense / t
-    expert = layers_moe * shape.expert_parameters / layout.expert
-    is_first, is_last = rank == 0, rank == p - 1
-    if layout.vocabulary == "spread":
-        embeddings = 2 * vocab / p
-    elif p == 1:
-        embeddings = vocab * (1 if shape.tied else 2)
-    else:
-        embeddings = vocab * (is_first + is_last)
-    dense += embeddings
+    n, vocab = layout.tokens(shape), shape.vocab * h / t
+    layers_dense, layers_moe = rank_layers(shape, layout, rank)
+    dense, expert = rank_parameters(shape, layout, rank)
     ranks = layout.data * layout.context
     shards = ranks if layout.zero else 1
     experts = max(1.0, shards / layout.expert)
@@ -161,6 +140,7 @@ def rank_memory(
     if not software.flash:
         live += 4.0 * shape.heads / t * n * shape.seq  # scores in fp32
     logits = 0.0
+    is_first, is_last = rank == 0, rank == p - 1
     if is_last or layout.vocabulary == "spread":
         spread = p if layout.vocabulary == "spread" else 1
         logits = software.logits_bytes * n * shape.vocab / t / spread
@@ -177,9 +157,3 @@ def rank_memory(
             "workspace": software.workspace_gib * GIB,
         },
     )
-
-
-def head_layers(shape: ModelShape) -> float:
-    """The output layer's operations as a number of layers."""
-    layer = shape.attention_parameters + shape.matrices * shape.hidden * shape.ffn
-    return shape.vocab * shape.hidden / layer

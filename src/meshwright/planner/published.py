@@ -16,7 +16,7 @@ from meshwright.planner.hardware import Hardware, hardware
 from meshwright.planner.layouts import RunLayout, Software
 from meshwright.planner.memory import rank_memory
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.times import step_time
+from meshwright.planner.steps import step_time
 
 __all__ = ["Published", "published_runs", "software_of"]
 

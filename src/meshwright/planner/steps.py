@@ -1,0 +1,215 @@
+"""Seconds of a step: stages, the schedule's events, data axes and the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.constants import Constants
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.kernels import Kernels, PassTimes
+from meshwright.planner.layouts import RunLayout, Software, rank_parameters, stage_layers
+from meshwright.planner.network import Group
+from meshwright.planner.shapes import ModelShape
+from meshwright.schedule.builders import BUILDERS, build
+from meshwright.schedule.lowering import lower
+from meshwright.schedule.simulate import Costs, simulate
+
+__all__ = ["StepTime", "makespan", "stage_times", "step_time"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step; the parts are those of the slowest rank and sum to ``total``."""
+
+    total: float
+    parts: Mapping[str, float]
+    flops: float
+    """Operations of the model, forward and backward and none twice, for one GPU."""
+
+    def mfu(self, hardware: Hardware) -> float:
+        """These operations as a share of the data sheet's bf16 rate."""
+        return self.flops / (self.total * hardware.peak_tflops * 1e12)
+
+
+def stage_times(kernels: Kernels) -> list[PassTimes]:
+    """Seconds of each stage for one microbatch."""
+    shape, layout = kernels.shape, kernels.layout
+    moe = kernels.layer(moe=True) if shape.moe_layers else None
+    dense = kernels.layer(moe=False) if shape.moe_layers < shape.layers else None
+    spread = layout.vocabulary == "spread"
+    head = kernels.head(layout.pipeline if spread else 1)
+    unit = moe or dense or PassTimes()
+    left = shape.layers - shape.moe_layers
+    found: list[PassTimes] = []
+    made: dict[tuple[int, int], PassTimes] = {}
+    for count in stage_layers(shape, layout, head.both / unit.both):
+        first = min(left, count)
+        left -= first
+        key = first, count - first
+        if key not in made:
+            times = PassTimes().plus(dense or unit, first)
+            made[key] = times.plus(moe or unit, count - first)
+        found.append(made[key])
+    last = range(layout.pipeline) if spread else (len(found) - 1,)
+    for stage in last:
+        found[stage] = found[stage].plus(head)
+    embedding = kernels.moved(8.0 * kernels.tokens * shape.hidden)
+    found[0] = found[0].plus(PassTimes(embedding, 0.0, embedding))
+    return found
+
+
+def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
+    """Seconds of the pipeline by counting: the slowest rank's work, and one fill and drain."""
+    p, m = layout.pipeline, layout.microbatches
+    slowest = max(sum(s.both for s in stages[rank::p]) for rank in range(p))
+    if p == 1:
+        return m * slowest
+    if layout.schedule == "zb1p":
+        fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
+    elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
+        fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
+    else:
+        each = [s.both for s in stages]
+        fill = (sum(each) - max(each)) / layout.chunks
+    return m * slowest + fill + 2 * (p - 1) * transfer
+
+
+def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
+    """The same from the events of the schedule that would run.
+
+    From two rounds of microbatches on a schedule repeats itself, so longer steps are drawn out.
+    Schedules without a builder are counted.
+    """
+    p, m = layout.pipeline, layout.microbatches
+    if p == 1 or layout.schedule not in BUILDERS:
+        return makespan(layout, stages, transfer)
+    costs = Costs(
+        forward=[s.forward for s in stages],
+        input=[s.input for s in stages],
+        weight=[s.weight for s in stages],
+        transfer=transfer,
+    )
+
+    def run(count: int) -> float:
+        lowered = lower(build(layout.schedule, p, count, layout.chunks))
+        return simulate(lowered, costs, events=False).makespan
+
+    if m <= 3 * p:
+        return run(m)
+    short, long = run(2 * p), run(3 * p)
+    return long + (m - 3 * p) * (long - short) / p
+
+
+def _beside(compute: float, communication: float, constants: Constants) -> float:
+    """Seconds of both, which run beside each other."""
+    slower = (constants.contention - 1) * min(communication, compute)
+    return max(compute + slower, communication)
+
+
+def _sharded(kernels: Kernels, times: PassTimes) -> PassTimes:
+    """A microbatch whose weights are gathered and gradients scattered layer by layer."""
+    shape, layout, constants = kernels.shape, kernels.layout, kernels.constants
+    ranks = layout.shard * layout.context
+    group = Group(ranks, layout.tensor, kernels.hardware)
+    experts = Group(
+        max(1, ranks // layout.expert), layout.tensor * layout.expert, kernels.hardware
+    )
+    moe = bool(shape.moe_layers)
+    dense = (shape.moe_parameters if moe else shape.dense_parameters) / layout.tensor
+    expert = shape.expert_parameters / layout.expert if moe else 0.0
+
+    def seconds(size: float) -> float:
+        found = group.gather(size * dense, constants)
+        return found + (experts.gather(size * expert, constants) if expert else 0.0)
+
+    vocabulary = shape.vocab * shape.hidden / layout.tensor
+    reduce = kernels.software.reduce_bytes
+    gather, scatter = seconds(2.0), seconds(reduce)
+    edge = group.gather(2.0 * vocabulary, constants)
+    to_forward = gather * shape.layers + edge
+    to_back = scatter * shape.layers + group.gather(reduce * vocabulary, constants)
+    to_back += to_forward if layout.zero == 3 else 0.0
+    back = _beside(times.input + times.weight, to_back, constants)
+    return PassTimes(
+        _beside(times.forward, to_forward, constants) + gather,
+        back - times.weight + scatter + edge,
+        times.weight,
+        times.waiting,
+    )
+
+
+def _reduced(kernels: Kernels, dense: float, expert: float, busy: float) -> float:
+    """Seconds that a step waits for the gradients and new weights of other data ranks.
+
+    ``busy``: seconds of a microbatch, beside which they may travel.
+    """
+    layout, constants, software = kernels.layout, kernels.constants, kernels.software
+    size, t = software.reduce_bytes, layout.tensor
+    if layout.zero >= 2 and layout.pipeline == 1:
+        group = Group(layout.replicate, t * layout.shard * layout.context, kernels.hardware)
+        return group.reduce(size * (dense + expert) / layout.shard, constants)
+    ranks, total = layout.data * layout.context, 0.0
+    for group, count in (
+        (Group(ranks, t, kernels.hardware), dense),
+        (Group(max(1, ranks // layout.expert), t * layout.expert, kernels.hardware), expert),
+    ):
+        if group.size > 1 and count and layout.zero == 0:
+            total += group.reduce(size * count, constants)
+        elif group.size > 1 and count:
+            total += group.gather(size * count, constants) + group.gather(2.0 * count, constants)
+    if software.overlap_data:
+        return max(total - constants.data_overlap * busy, 0.15 * total)
+    return total
+
+
+def step_time(
+    shape: ModelShape,
+    layout: RunLayout,
+    hardware: Hardware,
+    software: Software,
+    constants: Constants,
+    *,
+    replay: bool = False,
+) -> StepTime:
+    """Predict one step; ``replay`` simulates the schedule's events instead of counting them."""
+    kernels = Kernels(shape, layout, hardware, software, constants)
+    stages = plain = stage_times(kernels)
+    p, m = layout.pipeline, layout.microbatches
+    if layout.zero >= 2 and layout.shard > 1 and p == 1:
+        stages = [_sharded(kernels, plain[0])]
+    size = 2.0 * kernels.tokens * shape.hidden
+    if layout.sequence or software.split_transfers:
+        size /= layout.tensor
+    group = Group(p, layout.tensor * layout.context * layout.data, hardware)
+    transfer = group.send(size, constants)
+    blocked = 2 * transfer * layout.chunks * m if software.blocking_transfers else 0.0
+    span = (replayed if replay else makespan)(layout, stages, transfer)
+    ranks = [PassTimes().plus(stages[r]) for r in range(p)]
+    for stage in range(p, len(plain)):
+        ranks[stage % p] = ranks[stage % p].plus(plain[stage])
+    slowest = max(ranks, key=lambda rank: rank.both)
+    work = slowest.both if stages is not plain else max(r.both for r in ranks)
+    exposed = m * (stages[0].both - plain[0].both) if stages is not plain else 0.0
+    dense, expert = max(
+        (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
+    )
+    reduce = _reduced(kernels, dense, expert, max(rank.both for rank in ranks))
+    data = layout.data * layout.context if layout.zero else 1
+    kept = dense / data + expert / max(1.0, data / layout.expert)
+    optimizer = kernels.moved(constants.optimizer * kept)
+    slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
+    waiting = m * slowest.waiting
+    parts = {
+        "compute": m * work - waiting - exposed,
+        "tensor": waiting,
+        "shard": exposed,
+        "replicate": reduce,
+        "pipeline": blocked,
+        "bubble": max(0.0, span - m * work),
+        "optimizer": optimizer,
+        "other": constants.step + slow * (span + blocked),
+    }
+    flops = shape.flops() * shape.seq * layout.batch / layout.gpus
+    return StepTime(sum(parts.values()), parts, flops)
