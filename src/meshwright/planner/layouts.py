@@ -78,8 +78,6 @@ class Software:
     """Products are cut so that their collectives run beside them."""
     compiled: bool = False
     """Elementwise chains are single kernels."""
-    graphs: bool = False
-    """Kernels are launched by captured graphs."""
     reduce_bytes: int = 4
     blocking_transfers: bool = False
     """A stage waits for its messages instead of computing beside them."""
@@ -93,6 +91,8 @@ class Software:
     """Attention's backward adds in one order."""
     rowwise: bool = False
     """fp8 numbers are scaled by row, not by tensor."""
+    balanced: bool = False
+    """The last stage has fewer layers, by the work of its output layer."""
     dropout: bool = False
     logits_bytes: int = 10
     """Of one logit at the peak: a 16-bit one, its fp32 copy, and its fp32 gradient."""

@@ -1,215 +1,315 @@
-"""Published runs: rows of a JSON file as questions to the planner, and the errors of its answers."""
+"""Published runs: rows of a JSON file as questions to the planner.
+
+What a row leaves open is settled as a user would: the cheapest recompute that fits, then the
+fastest microbatch and number of chunks.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 from meshwright.errors import PlanError
 from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware, hardware
 from meshwright.planner.layouts import RunLayout, Software
-from meshwright.planner.memory import rank_memory
+from meshwright.planner.memory import GIB, RankMemory, rank_memory
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.software import LAST_RANK, SOFTWARE, software_of_row
 from meshwright.planner.steps import step_time
+from meshwright.toml_source import read_tree
 
-__all__ = ["Published", "published_runs", "software_of"]
+__all__ = ["PublishedRun", "Question", "published_runs"]
 
-_MACHINES = {
-    "A100-80GB": "a100", "A100-40GB": "a100-40gb", "H100-80GB": "h100",
-    "H100-96GB-HBM2e-500W": "h100-96gb-500w", "H200-141GB": "h200", "B200": "b200",
-    "B300": "b300", "GB200": "gb200", "GB300": "gb300",
-}
-_PRODUCTS = {"fp16": 2, "bf16": 2, "nvfp4": 0}
-_SCHEDULES = {"none": "1f1b", "1f1b": "1f1b", "zb1p": "zb1p", "zb2p": "zb2p"}
+USABLE = 0.94
+"""Share of the GPU's memory that a run can have; the rest is the driver's and the collectives'."""
 
-_MEGATRON_2021 = Software(
-    flash=0, overlap_data=False, dropout=True, blocking_transfers=True, logits_bytes=6,
-    fused_accumulation=False,
+_MACHINES: Mapping[str, str] = MappingProxyType(
+    {
+        "A100-80GB": "a100",
+        "A100-40GB": "a100-40gb",
+        "H100-80GB": "h100",
+        "H100-96GB-HBM2e-500W": "h100-96gb-500w",
+        "H200-141GB": "h200",
+        "B200": "b200",
+        "B300": "b300",
+        "GB200": "gb200",
+        "GB300": "gb300",
+    }
 )
-_MEGATRON_2022 = replace(_MEGATRON_2021, overlap_tensor=True, fused_accumulation=True)
-_DEEPSPEED = replace(
-    _MEGATRON_2021, split_transfers=False, reduce_bytes=2, gradient_bytes=2, workspace_gib=6.0,
-    fragments=0.12,
+_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "nvfp4": 0})
+# Recompute by a source's word: (how, share of the layers), in the order in which they are tried.
+_UNKNOWN = (("none", 0.0), ("selective", 1.0), *(("full", eighth / 8) for eighth in range(1, 9)))
+_RECOMPUTE: Mapping[str, tuple[tuple[str, float], ...]] = MappingProxyType(
+    {
+        "none": (("none", 0.0), ("selective", 1.0)),
+        "full": (("full", 1.0),),
+        "selective_attention_core": (("selective", 1.0),),
+        "selective_op": (("operators", 1.0),),
+        "selective_layer(every 2nd)": (("full", 0.5),),
+        "norm,act": (("selective", 1.0),),
+        "layernorm,moe": (("selective", 1.0),),
+        "partial": (("selective", 1.0),),
+    }
 )
-_MEGATRON_CORE = Software(flash=3, logits_bytes=6, overlap_tensor=True, workspace_gib=1.0)
-_FSDP = Software(
-    fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03)
-_SOFTWARE: Mapping[str, Software] = {
-    "megatron_sc21": _MEGATRON_2021,
-    "korthikanti_2205_05198": _MEGATRON_2022,
-    "vtrain_ground_truth": replace(_DEEPSPEED, split_transfers=True),
-    "bloom_prequel": _DEEPSPEED,
-    "zero_bubble_2401_10241": replace(_MEGATRON_2022, blocking_transfers=False, workspace_gib=1.0),
-    "vocab_parallel_2411_05288": replace(_MEGATRON_2022, flash=2, blocking_transfers=False),
-    "megascale_2402_15627": _MEGATRON_2022,
-    "torchtitan_2024_12": _FSDP,
-    "torchtitan_asynctp_2025_06": replace(_FSDP, logits_bytes=6),
-    "torchtitan_h200_2025_06": replace(_FSDP, logits_bytes=6),
-    "torchtitan_a100_2024": _FSDP,
-    "mpt_llm_foundry": replace(_FSDP, flash=1),
-    "fsdp_vldb_2304_11277": replace(_FSDP, reduce_bytes=2),
-    "nanotron_ultrascale": Software(
-        fused_accumulation=False,
-        overlap_data=False, blocking_transfers=True, eager=True, gradient_bytes=6,
-        workspace_gib=1.0, fragments=0.05,
-    ),
-}
-
-
-def software_of(row: Mapping[str, Any]) -> Software:
-    """What the program of a row is known to do: by its source, and by what the row says."""
-    found = _SOFTWARE.get(row["source_id"], _MEGATRON_CORE)
-    extras = row.get("extras") or {}
-    attention = extras.get("attention")
-    if attention is not None:
-        found = replace(found, flash=found.flash if attention == "flash" else 0)
-    if extras.get("compile"):
-        found = replace(found, compiled=True)
-    if "rowwise" in row["precision"]:
-        found = replace(found, rowwise=True)
-    if extras.get("async_tp"):
-        found = replace(found, overlap_tensor=True)
-    if extras.get("mp_mode") == "PURE":
-        found = replace(found, reduce_bytes=2)
-    if "ddp" in extras:
-        found = replace(found, overlap_data=extras["ddp"] != "local (no overlap)")
-    if extras.get("deterministic"):
-        found = replace(found, deterministic=True)
-    if extras.get("system") == "MegaScale":
-        found = replace(
-            found, flash=2, overlap_data=True, compiled=True, blocking_transfers=False,
-            parallel_block=True,
-        )
-    if row["parallel"]["zero_stage"] == 3 and found.flash == 3:
-        found = replace(found, reduce_bytes=2)
-    return found
+_KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "": frozenset(
+            "id source_id family tier held_out kind model hw parallel batch precision recompute "
+            "measured derived extras notes".split()
+        ),
+        "model": frozenset(
+            "name arch layers hidden heads kv_heads head_dim ffn glu vocab seq tied_embeddings norm "
+            "pos moe mla sliding_window mtp_layers extra".split()
+        ),
+        "hw": frozenset(
+            "gpu count gpus_per_node mem_gb peak_tflops_bf16_dense intra_node_GBps_per_dir "
+            "inter_node_Gbps_per_gpu inter_assumed".split()
+        ),
+        "parallel": frozenset(
+            "dp dp_replicate dp_shard zero_stage tp sequence_parallel pp vp cp ep schedule".split()
+        ),
+        "batch": frozenset("micro global local num_microbatches".split()),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """One row, read."""
+class Question:
+    """What the planner is asked: equal questions have one answer."""
+
+    shape: ModelShape
+    layout: RunLayout
+    hardware: Hardware
+    software: Software
+
+    def seconds(self, constants: Constants, *, replay: bool = False) -> float:
+        """Predicted time of a step."""
+        asked = self.shape, self.layout, self.hardware, self.software, constants
+        return step_time(*asked, replay=replay).total
+
+    def memory(self, rank: int | None = None) -> float:
+        """Predicted memory in GiB, with what its allocator wastes."""
+        found = rank_memory(self.shape, self.layout, self.software, rank)
+        return found.total * (1 + self.software.fragments) / GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that needs the most memory has it."""
+        found: RankMemory = rank_memory(self.shape, self.layout, self.software)
+        return found.total < USABLE * self.hardware.memory_gib * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """One row: what was run, and what was measured."""
 
     id: str
     source: str
+    family: str
     tier: str
-    shape: ModelShape
-    hardware: Hardware
-    layouts: tuple[RunLayout, ...]
-    """What the row may mean where something is not published; the fastest that fits counts."""
-    software: Software
+    question: Question
     seconds: float | None
     memory_gib: float | None
     memory_kind: str
-    fits: bool
-    last_rank: bool
+    ran: bool
+
+    @property
+    def memory_rank(self) -> int | None:
+        """The rank of axis pipeline whose memory was printed; None: the largest."""
+        return self.question.layout.pipeline - 1 if self.source in LAST_RANK else None
 
 
-def published_runs(path: str) -> tuple[list[Published], int]:
-    """Read a file of runs; returns the rows that the planner can express, and the number of rows."""
+class _Row:
+    """A row's fields by path; a wrong one raises ``PlanError`` with its name."""
+
+    def __init__(self, tree: Mapping[str, object], name: str) -> None:
+        self._tree, self._name = tree, name
+
+    def get(self, path: str) -> object:
+        """The value at ``path``; None where it is absent."""
+        found: object = self._tree
+        for key in path.split("."):
+            if found is None:
+                return None
+            if not isinstance(found, Mapping):
+                raise self.wrong(path, "a table above it", found)
+            found = found.get(key)
+        return found
+
+    def number(self, path: str) -> float | None:
+        """A number above 0, or None."""
+        found = self.get(path)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e15:
+            raise self.wrong(path, "a number above 0", found)
+        return float(found)
+
+    def whole(self, path: str, default: int = 1) -> int:
+        """A whole number of at least 1; ``default`` where it is absent."""
+        found = self.number(path)
+        if found is not None and not found.is_integer():
+            raise self.wrong(path, "a whole number of at least 1", found)
+        return default if found is None else int(found)
+
+    def text(self, path: str) -> str:
+        """A text; empty where it is absent."""
+        found = self.get(path)
+        if found is not None and not isinstance(found, str):
+            raise self.wrong(path, "a text", found)
+        return found or ""
+
+    def wrong(self, path: str, expected: str, found: object) -> PlanError:
+        """The error of the field at ``path``."""
+        return PlanError(f"{path}: expected {expected}, found {found!r}", self._name)
+
+
+def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
+    """Read a file of runs: those that the planner can express, all rows, and unknown fields.
+
+    Raises ``PlanError`` with the row and the field that is wrong.
+    """
     try:
         tree = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"expected a JSON file of runs: {error}", path) from error
     rows = tree.get("rows") if isinstance(tree, dict) else None
     if not isinstance(rows, list):
         raise PlanError("rows: expected a list of runs", path)
-    found = []
-    for row in rows:
-        run = _read(row)
-        if run is not None:
-            found.append(run)
-    return found, len(rows)
+    runs, unknown = [], 0
+    for place, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise PlanError(f"rows[{place}]: expected a table, found {row!r}", path)
+        for table, known in _KNOWN.items():
+            inner = row.get(table) if table else row
+            unknown += sum(key not in known for key in inner) if isinstance(inner, dict) else 0
+        run = _read(_Row(row, f"{path}: {row.get('id', f'rows[{place}]')}"))
+        runs += [run] if run else []
+    return runs, len(rows), unknown
 
 
-def _read(row: Mapping[str, Any]) -> Published | None:
-    model, hw, parallel, batch = row["model"], row["hw"], row["parallel"], row["batch"]
-    if hw["gpu"] not in _MACHINES or parallel["tp"] is None:
+def _read(row: _Row) -> PublishedRun | None:
+    name = _MACHINES.get(row.text("hw.gpu"))
+    kind = row.text("kind") or "train_step"
+    if name is None or row.get("parallel.tp") is None or kind not in ("train_step", "oom"):
         return None
-    if row["kind"] == "layer_microbench":
-        return None
-    moe, mla = model.get("moe") or {}, model.get("mla") or {}
-    shape = ModelShape(
-        name=model["name"], layers=model["layers"], hidden=model["hidden"], heads=model["heads"],
-        kv_heads=model["kv_heads"] or 0, head_dim=mla.get("qk_head_dim") or model["head_dim"] or 0,
-        ffn=model["ffn"], glu=bool(model["glu"]), vocab=model["vocab"], seq=model["seq"],
-        tied=bool(model["tied_embeddings"]),
-        experts=moe.get("experts", 0), topk=moe.get("topk", 0), moe_ffn=moe.get("moe_ffn", 0),
-        shared_ffn=moe.get("shared_ffn", 0), dense_layers=moe.get("dense_layers", 0),
-        q_rank=mla.get("q_lora_rank", 0), kv_rank=mla.get("kv_lora_rank", 0),
-        rope_dim=mla.get("qk_rope_dim", 0), v_dim=mla.get("v_head_dim", 0),
-        window=model.get("sliding_window") or 0,
-    )
-    base = hardware_of(hw["gpu"])
+    shape = _shape(row)
+    base = hardware(name)
     machine = replace(
-        base, node=hw["gpus_per_node"] or base.node, memory_gib=hw["mem_gb"] or base.memory_gib,
-        intra_gbps=hw["intra_node_GBps_per_dir"] or base.intra_gbps,
-        inter_gbps=(hw["inter_node_Gbps_per_gpu"] or base.inter_gbps * 8) / 8,
+        base,
+        node=row.whole("hw.gpus_per_node", base.node),
+        memory_gib=row.number("hw.mem_gb") or base.memory_gib,
+        intra_gbps=row.number("hw.intra_node_GBps_per_dir") or base.intra_gbps,
+        inter_gbps=(row.number("hw.inter_node_Gbps_per_gpu") or 8 * base.inter_gbps) / 8,
     )
-    seconds = row["measured"].get("step_time_s") or row["derived"].get("step_time_s")
-    return Published(
-        row["id"], row["source_id"], row["tier"], shape, machine, tuple(_layouts(row, shape)),
-        software_of(row), seconds, row["measured"].get("peak_mem_gib"),
-        row["measured"].get("peak_mem_kind") or "", row["kind"] != "oom",
-        row["source_id"] in ("megatron_golden",),
+    source = row.text("source_id")
+    software = software_of_row(source, row.get("extras"), row.text("precision"))
+    if row.get("parallel.zero_stage") == 3 and software.flash == 3:
+        software = replace(software, reduce_bytes=2)  # Megatron's FSDP reduces in 16 bits
+    fitting: dict[tuple[int, int], Question] = {}
+    asked = [Question(shape, layout, machine, software) for layout in _layouts(row, source)]
+    for question in asked:
+        key = question.layout.micro, question.layout.chunks
+        if key not in fitting and question.fits:
+            fitting[key] = question
+    if not asked:
+        return None
+    likely = list(fitting.values()) or [min(asked, key=Question.memory)]
+    usual = Constants()
+    return PublishedRun(
+        row.text("id"),
+        source,
+        row.text("family"),
+        row.text("tier"),
+        likely[0] if len(likely) == 1 else min(likely, key=lambda q: q.seconds(usual)),
+        row.number("measured.step_time_s") or row.number("derived.step_time_s"),
+        row.number("measured.peak_mem_gib"),
+        row.text("measured.peak_mem_kind"),
+        kind != "oom",
     )
 
 
-@cache
-def hardware_of(gpu: str) -> Hardware:
-    return hardware(_MACHINES[gpu])
+def _shape(row: _Row) -> ModelShape:
+    names = {
+        "layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads",
+        "head_dim": "head_dim", "ffn": "ffn", "vocab": "vocab", "seq": "seq",
+        "window": "sliding_window", "experts": "moe.experts", "topk": "moe.topk",
+        "moe_ffn": "moe.moe_ffn", "shared_ffn": "moe.shared_ffn",
+        "dense_layers": "moe.dense_layers", "q_rank": "mla.q_lora_rank",
+        "kv_rank": "mla.kv_lora_rank", "rope_dim": "mla.qk_rope_dim", "v_dim": "mla.v_head_dim",
+    }  # fmt: skip
+    tree = {ours: row.get(f"model.{theirs}") for ours, theirs in names.items()}
+    tree["head_dim"] = row.get("model.mla.qk_head_dim") or tree["head_dim"]
+    tree["name"] = row.text("model.name") or "model"
+    tree["glu"] = bool(row.get("model.glu"))
+    tree["tied"] = bool(row.get("model.tied_embeddings"))
+    found = {key: value for key, value in tree.items() if value is not None}
+    try:
+        return read_tree(found, ModelShape)
+    except PlanError as error:
+        field = str(error).split(":")[0].split(" ")[0]
+        raise row.wrong(f"model.{names.get(field, field)}", "another value", str(error)) from None
 
 
-def _layouts(row: Mapping[str, Any], shape: ModelShape) -> Iterable[RunLayout]:
-    parallel, batch = row["parallel"], row["batch"]
-    extras = row.get("extras") or {}
-    named = str(parallel["schedule"] or "1f1b")
-    vocabulary = "spread" if "vocab" in named or "interlaced" in named else "last"
-    if "balance" in str(extras.get("layer_layout")):
+def _layouts(row: _Row, source: str) -> Iterable[RunLayout]:
+    """Every layout that a row may mean; of the first recompute the best, then the next."""
+    named = row.text("parallel.schedule") or "1f1b"
+    pipeline, data = row.whole("parallel.pp"), row.whole("parallel.dp")
+    spread = "+" in named
+    vocabulary = "spread" if spread else "last"
+    if source in SOFTWARE and SOFTWARE[source].balanced:
         vocabulary = "balanced"
-    if row["source_id"] == "nanotron_ultrascale":
+    if "balance" in str(row.get("extras.layer_layout")):
         vocabulary = "balanced"
-    data = parallel["dp"]
-    unknown = (("none", 0.0), ("selective", 1.0), *(("full", k / 8) for k in range(1, 9)))
-    recompute = {
-        "none": (("none", 0.0), ("selective", 1.0)), "full": (("full", 1.0),),
-        "selective_attention_core": (("selective", 1.0),), "selective_op": (("operators", 1.0),),
-        "selective_layer(every 2nd)": (("full", 0.5),), "norm,act": (("selective", 1.0),),
-        "layernorm,moe": (("selective", 1.0),), "partial": (("selective", 1.0),),
-    }.get(row["recompute"], unknown)
-    micros = [batch["micro"]] if batch["micro"] else [1, 2, 4]
-    chunks = [parallel["vp"]] if parallel["vp"] else [1, 2, 4, 6, 8]
-    if parallel["pp"] == 1:
-        chunks = [1]
-    size = _PRODUCTS.get(row["precision"], 1)
+    # Sequential vocabulary passes keep more microbatches, arXiv 2411.05288.
+    more = {"vocab-1": 2.0, "vocab-2": 1.0, "interlaced": pipeline / 2}.get(named[5:], 0.0)
+    chunks: Sequence[int] = (1,)
+    if pipeline > 1:
+        known = row.get("parallel.vp") is not None
+        chunks = (row.whole("parallel.vp"),) if known else (1, 2, 4, 6, 8)
+    micros = (row.whole("batch.micro"),) if row.get("batch.micro") is not None else (1, 2, 4)
+    zero = row.get("parallel.zero_stage") or 0
+    if zero not in (0, 1, 2, 3):
+        raise row.wrong("parallel.zero_stage", "0, 1, 2 or 3", zero)
+    plain = RunLayout(
+        replicate=row.whole("parallel.dp_replicate", data),
+        shard=row.whole("parallel.dp_shard"),
+        zero=int(zero),
+        tensor=row.whole("parallel.tp"),
+        sequence=bool(row.get("parallel.sequence_parallel")),
+        pipeline=pipeline,
+        context=row.whole("parallel.cp"),
+        expert=row.whole("parallel.ep"),
+        bytes=_BYTES.get(row.text("precision"), 1),
+        vocabulary=vocabulary,
+        extra_flights=more,
+    )
     for micro in micros:
+        count = row.whole("batch.num_microbatches", 0) if len(micros) == 1 else 0
+        if not count:
+            batch = row.whole("batch.global", 0)
+            if not batch or batch % (micro * data):
+                continue
+            count = batch // (micro * data)
         for chunk in chunks:
-            for how, share in recompute:
-                count = batch["num_microbatches"]
-                if not count or not batch["micro"]:
-                    if not batch["global"] or batch["global"] % (micro * data):
-                        continue
-                    count = batch["global"] // (micro * data)
-                schedule = named.split("+")[0].split(" ")[0]
-                schedule = _SCHEDULES.get(schedule, "interleaved1f1b")
-                if chunk > 1:
-                    schedule = "interleaved1f1b"
-                if "vocab-" in named:
-                    more = 3.0 - int(named[-1])
-                else:
-                    more = parallel["pp"] / 2 if "interlaced" in named else 0.0
-                yield RunLayout(
-                    extra_flights=more,
-                    replicate=parallel["dp_replicate"], shard=parallel["dp_shard"],
-                    zero=parallel["zero_stage"] or 0, tensor=parallel["tp"],
-                    sequence=bool(parallel["sequence_parallel"]), pipeline=parallel["pp"],
-                    chunks=chunk, context=parallel["cp"], expert=parallel["ep"],
-                    schedule=schedule, micro=micro, microbatches=count, bytes=size,
-                    recompute=how, vocabulary=vocabulary,
+            schedule = named if named in ("zb1p", "zb2p") else "1f1b"
+            for how, share in _RECOMPUTE.get(row.text("recompute"), _UNKNOWN):
+                yield replace(
+                    plain,
+                    micro=micro,
+                    microbatches=count,
+                    chunks=chunk,
+                    schedule=schedule if chunk == 1 else "interleaved1f1b",
+                    recompute=how,
                     recompute_share=share,
                 )
+
+
+def logarithm(ratio: float) -> float:
+    """The size of an error, the same for twice and for half."""
+    return abs(math.log(ratio))
