@@ -46,16 +46,20 @@ def linearize(predict: Callable[[Constants], Sequence[float]], at: Constants) ->
     return Linearized(at, base, np.array(slopes).T)
 
 
-def fit(found: Linearized, sources: Sequence[str], without: str = "", reach: float = 0.5) -> Constants:
+def fit(
+    found: Linearized, sources: Sequence[str], without: str = "", reach: float = 0.5
+) -> Constants:
     """Constants that suit all rows but those of ``without``, at most ``reach`` of a range away."""
     counts = {source: sources.count(source) for source in set(sources)}
     weights = np.array([0.0 if s == without else 1 / math.sqrt(counts[s]) for s in sources])
     limits = ranges()
-    at = np.array([(getattr(found.at, n) - low) / (high - low) for n, (low, high) in limits.items()])
-    default = Constants()
-    prior = np.array(
-        [(getattr(default, n) - low) / (high - low) for n, (low, high) in limits.items()]
-    )
+
+    def shares(constants: Constants) -> NDArray[np.float64]:
+        return np.array(
+            [(getattr(constants, n) - low) / (high - low) for n, (low, high) in limits.items()]
+        )
+
+    at, prior = shares(found.at), shares(Constants())
     x = at.copy()
     for _ in range(60):
         errors = np.abs(found.ratios + found.slopes @ (x - at))

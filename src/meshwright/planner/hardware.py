@@ -13,7 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.settings import Above, AtLeast
 from meshwright.toml_source import read_file
 
-__all__ = ["Hardware", "hardware", "hardware_names"]
+__all__ = ["Hardware", "hardware_names", "load_hardware"]
 
 Positive = Annotated[float, Above(0)]
 
@@ -48,7 +48,8 @@ class Hardware:
         """Measured ceilings of matrix products in operations a second, by bytes of a number."""
         bf16 = self.matmul_tflops * 1e12
         fp8 = self.matmul_fp8_tflops * 1e12 if self.matmul_fp8_tflops else bf16
-        return {2: bf16, 1: fp8, 0: self.matmul_fp4_tflops * 1e12 if self.matmul_fp4_tflops else fp8}
+        fp4 = self.matmul_fp4_tflops * 1e12 if self.matmul_fp4_tflops else fp8
+        return {2: bf16, 1: fp8, 0: fp4}
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -57,7 +58,7 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(file.name[:-5] for file in found if file.name.endswith(".toml")))
 
 
-def hardware(name: str) -> Hardware:
+def load_hardware(name: str) -> Hardware:
     """Read a shipped file by its name, or any file that ends in .toml; raises ``PlanError``."""
     if name.endswith(".toml"):
         return read_file(name, Hardware)

@@ -39,6 +39,9 @@ class PassTimes:
             self.waiting + times * other.waiting,
         )
 
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return self.plus(other)
+
     @property
     def both(self) -> float:
         """Forward and backward."""

@@ -8,7 +8,15 @@ from functools import cached_property
 
 from meshwright.planner.shapes import ModelShape
 
-__all__ = ["RunLayout", "Software", "rank_layers", "rank_parameters", "stage_layers"]
+__all__ = [
+    "V_SCHEDULES",
+    "RunLayout",
+    "Software",
+    "rank_layers",
+    "rank_parameters",
+    "rank_stages",
+    "stage_layers",
+]
 
 RECOMPUTE = ("none", "selective", "operators", "full")
 """From the fastest to the least memory; operators: every second product and all between."""
@@ -125,15 +133,27 @@ def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> lis
     return [each + (stage < more) for stage in range(stages)]
 
 
+V_SCHEDULES = ("zbv", "dualpipev", "vhalf", "vmin")
+"""Schedules in which a rank has a stage of the way down and one of the way up."""
+
+
+def rank_stages(layout: RunLayout, rank: int) -> tuple[int, ...]:
+    """Stages of one rank of axis pipeline."""
+    if layout.schedule in V_SCHEDULES:
+        return rank, 2 * layout.pipeline - 1 - rank
+    return tuple(range(rank, layout.stages, layout.pipeline))
+
+
 def rank_layers(shape: ModelShape, layout: RunLayout, rank: int) -> tuple[int, int]:
     """Layers of one rank of axis pipeline: without experts, and with."""
     dense = moe = 0
+    own = rank_stages(layout, rank)
     left = shape.layers - shape.moe_layers
     head = shape.vocab * shape.hidden / max(1, shape.dense_parameters)
     for stage, count in enumerate(stage_layers(shape, layout, head)):
         first = min(left, count)
         left -= first
-        if stage % layout.pipeline == rank:
+        if stage in own:
             dense, moe = dense + first, moe + count - first
     return dense, moe
 
@@ -148,5 +168,6 @@ def rank_parameters(shape: ModelShape, layout: RunLayout, rank: int) -> tuple[fl
     elif p == 1:
         dense += vocab * (1 if shape.tied else 2)
     else:
-        dense += vocab * ((rank == 0) + (rank == p - 1))
+        own = rank_stages(layout, rank)
+        dense += vocab * ((0 in own) + (layout.stages - 1 in own))
     return dense / layout.tensor, moe * shape.expert_parameters / layout.expert

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.planner.layouts import RunLayout, Software, rank_layers, rank_parameters
+from meshwright.planner.layouts import (
+    RunLayout,
+    Software,
+    rank_layers,
+    rank_parameters,
+    rank_stages,
+)
 from meshwright.planner.shapes import ModelShape
 
-__all__ = ["RankMemory", "flights", "rank_memory"]
+__all__ = ["GIB", "USABLE", "RankMemory", "flights", "layer_activations", "rank_memory", "states"]
 
 GIB = 2.0**30
+USABLE = 0.94
+"""Share of a GPU's memory that a run can have: the rest is the driver's and the collectives'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +43,23 @@ class RankMemory:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def flights(layout: RunLayout, rank: int) -> float:
-    """Microbatches of one stage whose activations the stages of ``rank`` hold together."""
-    p, v, m = layout.pipeline, layout.chunks, layout.microbatches
+def flights(schedule: str, p: int, chunks: int, microbatches: int, rank: int) -> int:
+    """Activations of stages that ``rank`` of ``p`` holds at most: one for each microbatch in one.
+
+    As the builders' schedules hold them; ZB-2p as Qi et al. 2024, arXiv 2401.10241.
+    """
+    m = microbatches
     if p == 1:
-        return 1
-    name = layout.schedule
-    if name in ("gpipe", "loopedbfs"):
-        return m * v
-    if v > 1 and name == "interleaved1f1b":
-        return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
-    if name == "zb1p":
+        return chunks
+    if schedule in ("gpipe", "loopedbfs"):
+        return m * chunks
+    if schedule == "interleaved1f1b" and chunks > 1:
+        return min(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1)
+    if schedule == "zb1p":
         return min(m, p)
-    if name == "zb2p":
+    if schedule == "zb2p":
         return min(m, 2 * p - 1)
-    if name in ("zbv", "dualpipev"):
+    if schedule in ("zbv", "dualpipev"):
         return min(2 * m, 2 * p)
     return min(m, p - rank)
 
@@ -77,7 +87,9 @@ def layer_activations(
     if not software.flash and recompute != "selective":
         each = 5.0 if dropout else 2.0
         scores = each * shape.heads / t * n * shape.seq
-    per_value = (2.0 if software.eager and shape.glu else 0.0) + (4.0 if shape.glu else 2.0) + kept_bytes
+    per_value = (
+        (2.0 if software.eager and shape.glu else 0.0) + (4.0 if shape.glu else 2.0) + kept_bytes
+    )
     if recompute == "selective" and software.flash:
         # Norms and activation functions are computed again.
         between -= n * h * 2.0 * kept_bytes / whole
@@ -94,6 +106,42 @@ def layer_activations(
     return between + attention + scores + forward
 
 
+def states(
+    shape: ModelShape, layout: RunLayout, software: Software, dense: float, expert: float
+) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer of ``dense`` and ``expert`` parameters of a rank.
+
+    ``units``: whole weights and gradients of sharded layers, while they are needed.
+    """
+    if layout.zero == 3 or (layout.zero == 2 and layout.shard > 1 and layout.pipeline == 1):
+        ranks = layout.shard * layout.context
+        kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+        if layout.pipeline > 1:
+            # Between microbatches weights stay gathered and gradients whole.
+            units = (2.0 + software.reduce_bytes) * (dense + expert)
+        else:
+            moe = bool(shape.moe_layers)
+            unit = (shape.moe_parameters if moe else shape.dense_parameters) / layout.tensor
+            unit += shape.expert_parameters / layout.expert if moe else 0.0
+            vocab = shape.vocab * shape.hidden / layout.tensor
+            ahead = 2.0 * (dense + expert) if layout.zero == 2 else 4.0 * unit
+            units = ahead + (2.0 + software.reduce_bytes) * max(unit, vocab)
+        return {
+            "weights": 4.0 * kept,
+            "gradients": 4.0 * kept,
+            "optimizer": 8.0 * kept,
+            "units": units,
+        }
+    ranks = layout.data * layout.context if layout.zero else 1
+    kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+    is_sharded = layout.zero == 2 and layout.shard > 1
+    return {
+        "weights": 2.0 * (dense + expert),
+        "gradients": software.gradient_bytes * (kept if is_sharded else dense + expert),
+        "optimizer": 12.0 * kept,
+    }
+
+
 def rank_memory(
     shape: ModelShape, layout: RunLayout, software: Software, rank: int | None = None
 ) -> RankMemory:
@@ -103,32 +151,14 @@ def rank_memory(
         ranks = {0, min(1, p - 1), p - 1}
         return max((rank_memory(shape, layout, software, r) for r in ranks), key=lambda m: m.total)
     p, t, h = layout.pipeline, layout.tensor, shape.hidden
-    n, vocab = layout.tokens(shape), shape.vocab * h / t
+    n = layout.tokens(shape)
     layers_dense, layers_moe = rank_layers(shape, layout, rank)
     dense, expert = rank_parameters(shape, layout, rank)
-    ranks = layout.data * layout.context
-    shards = ranks if layout.zero else 1
-    experts = max(1.0, shards / layout.expert)
-    kept = dense / shards + expert / experts
-    units = 0.0
-    if layout.zero == 3:
-        shards = layout.shard * layout.context
-        kept = dense / shards + expert / max(1.0, shards / layout.expert)
-        weights, gradients, moments = 4.0 * kept, 4.0 * kept, 8.0 * kept
-        if layout.pipeline > 1:
-            # Between microbatches weights stay gathered and gradients whole.
-            units = (2.0 + software.reduce_bytes) * (dense + expert)
-        else:
-            unit = (shape.moe_parameters if shape.moe_layers else shape.dense_parameters) / t
-            unit += shape.expert_parameters / layout.expert if shape.moe_layers else 0.0
-            units = 4.0 * unit + (2.0 + software.reduce_bytes) * max(unit, vocab)
-    else:
-        each = float(software.gradient_bytes)
-        sharded = layout.zero == 2 and layout.shard > 1
-        weights, gradients = 2.0 * (dense + expert), each * (kept if sharded else dense + expert)
-        moments = 12.0 * kept
+    found = states(shape, layout, software, dense, expert)
     share = layout.recompute_share if layout.recompute != "none" else 0.0
-    flying = flights(layout, rank) / layout.chunks + layout.extra_flights
+    flying = layout.extra_flights + (
+        flights(layout.schedule, p, layout.chunks, layout.microbatches, rank) / layout.chunks
+    )
     activations = live = 0.0
     for count, moe in ((layers_dense, False), (layers_moe, True)):
         if not count:
@@ -140,20 +170,13 @@ def rank_memory(
     if not software.flash:
         live += 4.0 * shape.heads / t * n * shape.seq  # scores in fp32
     logits = 0.0
-    is_first, is_last = rank == 0, rank == p - 1
+    own = rank_stages(layout, rank)
+    is_first, is_last = 0 in own, layout.stages - 1 in own
     if is_last or layout.vocabulary == "spread":
         spread = p if layout.vocabulary == "spread" else 1
         logits = software.logits_bytes * n * shape.vocab / t / spread
     embed = 2.0 * n * h * min(layout.microbatches, p) if is_first and p > 1 else 0.0
-    return RankMemory(
-        rank,
-        {
-            "weights": weights,
-            "gradients": gradients,
-            "optimizer": moments,
-            "units": units,
-            "activations": activations + live + embed,
-            "logits": logits,
-            "workspace": software.workspace_gib * GIB,
-        },
-    )
+    found["activations"] = activations + live + embed
+    found["logits"] = logits
+    found["workspace"] = software.workspace_gib * GIB
+    return RankMemory(rank, found)

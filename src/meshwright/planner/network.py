@@ -81,7 +81,9 @@ class Group:
         if self.size < 2:
             return 0.0
         fast = self.local > 1
-        rate = self.hardware.intra_gbps * constants.links if fast else (
-            self.hardware.inter_gbps * constants.network
+        rate = (
+            self.hardware.intra_gbps * constants.links
+            if fast
+            else (self.hardware.inter_gbps * constants.network)
         )
         return constants.latency + size / (rate * 1e9)

@@ -7,26 +7,23 @@ fastest microbatch and number of chunks.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.errors import PlanError
 from meshwright.planner.constants import Constants
-from meshwright.planner.hardware import Hardware, hardware
+from meshwright.planner.hardware import Hardware, load_hardware
 from meshwright.planner.layouts import RunLayout, Software
-from meshwright.planner.memory import GIB, RankMemory, rank_memory
+from meshwright.planner.memory import GIB, USABLE, rank_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.software import LAST_RANK, SOFTWARE, software_of_row
 from meshwright.planner.steps import step_time
 from meshwright.toml_source import read_tree
 
 __all__ = ["PublishedRun", "Question", "published_runs"]
-
-USABLE = 0.94
-"""Share of the GPU's memory that a run can have; the rest is the driver's and the collectives'."""
 
 _MACHINES: Mapping[str, str] = MappingProxyType(
     {
@@ -56,26 +53,19 @@ _RECOMPUTE: Mapping[str, tuple[tuple[str, float], ...]] = MappingProxyType(
         "partial": (("selective", 1.0),),
     }
 )
-_KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
+_KNOWN: Mapping[str, str] = MappingProxyType(
     {
-        "": frozenset(
-            "id source_id family tier held_out kind model hw parallel batch precision recompute "
-            "measured derived extras notes".split()
-        ),
-        "model": frozenset(
-            "name arch layers hidden heads kv_heads head_dim ffn glu vocab seq tied_embeddings norm "
-            "pos moe mla sliding_window mtp_layers extra".split()
-        ),
-        "hw": frozenset(
-            "gpu count gpus_per_node mem_gb peak_tflops_bf16_dense intra_node_GBps_per_dir "
-            "inter_node_Gbps_per_gpu inter_assumed".split()
-        ),
-        "parallel": frozenset(
-            "dp dp_replicate dp_shard zero_stage tp sequence_parallel pp vp cp ep schedule".split()
-        ),
-        "batch": frozenset("micro global local num_microbatches".split()),
+        "": "id source_id family tier held_out kind model hw parallel batch precision recompute "
+        "measured derived extras notes",
+        "model": "name arch layers hidden heads kv_heads head_dim ffn glu vocab seq norm pos moe "
+        "mla tied_embeddings sliding_window mtp_layers extra",
+        "hw": "gpu count gpus_per_node mem_gb peak_tflops_bf16_dense intra_node_GBps_per_dir "
+        "inter_node_Gbps_per_gpu inter_assumed",
+        "parallel": "dp dp_replicate dp_shard zero_stage tp sequence_parallel pp vp cp ep schedule",
+        "batch": "micro global local num_microbatches",
     }
 )
+"""Fields by table; those of `measured`, `derived` and `extras` differ by source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +90,7 @@ class Question:
     @property
     def fits(self) -> bool:
         """Whether the rank that needs the most memory has it."""
-        found: RankMemory = rank_memory(self.shape, self.layout, self.software)
+        found = rank_memory(self.shape, self.layout, self.software)
         return found.total < USABLE * self.hardware.memory_gib * GIB
 
 
@@ -169,6 +159,11 @@ class _Row:
         return PlanError(f"{path}: expected {expected}, found {found!r}", self._name)
 
 
+@cache
+def _machine(name: str) -> Hardware:
+    return load_hardware(name)
+
+
 def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
     """Read a file of runs: those that the planner can express, all rows, and unknown fields.
 
@@ -187,7 +182,8 @@ def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
             raise PlanError(f"rows[{place}]: expected a table, found {row!r}", path)
         for table, known in _KNOWN.items():
             inner = row.get(table) if table else row
-            unknown += sum(key not in known for key in inner) if isinstance(inner, dict) else 0
+            keys = inner if isinstance(inner, dict) else {}
+            unknown += sum(key not in known.split() for key in keys)
         run = _read(_Row(row, f"{path}: {row.get('id', f'rows[{place}]')}"))
         runs += [run] if run else []
     return runs, len(rows), unknown
@@ -199,7 +195,7 @@ def _read(row: _Row) -> PublishedRun | None:
     if name is None or row.get("parallel.tp") is None or kind not in ("train_step", "oom"):
         return None
     shape = _shape(row)
-    base = hardware(name)
+    base = _machine(name)
     machine = replace(
         base,
         node=row.whole("hw.gpus_per_node", base.node),
@@ -308,8 +304,3 @@ def _layouts(row: _Row, source: str) -> Iterable[RunLayout]:
                     recompute=how,
                     recompute_share=share,
                 )
-
-
-def logarithm(ratio: float) -> float:
-    """The size of an error, the same for twice and for half."""
-    return abs(math.log(ratio))

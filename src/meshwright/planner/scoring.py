@@ -149,7 +149,7 @@ def ranking(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _sample(
     runs: Sequence[PublishedRun],
 ) -> tuple[list[str], Callable[[Constants], list[float]]]:
-    """Questions to fit to, each once with the median of its answers: their sources, their ratios."""
+    """Questions to fit to, each once with the median of its answers: sources, and ratios."""
     asked: dict[tuple[str, Question], list[float]] = {}
     for run in runs:
         asked.setdefault((run.source, run.question), []).append(run.seconds or math.nan)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, cast
 
 from meshwright.errors import PlanError
@@ -24,7 +25,7 @@ LIMIT = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder, dense or with experts. Sizes of attention without `head_dim` are hidden / heads."""
+    """A decoder, dense or with experts."""
 
     name: str = "model"
     layers: Size
@@ -149,27 +150,29 @@ class ModelShape:
 
 
 # Keys of a Hugging Face config.json, by our names; the first that is there counts.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("qk_nope_head_dim", "head_dim"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab": ("vocab_size",),
-    "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-    "tied": ("tie_word_embeddings",),
-    "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
-    "topk": ("num_experts_per_tok",),
-    "moe_ffn": ("moe_intermediate_size", "intermediate_size"),
-    "shared_ffn": ("shared_expert_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "v_dim": ("v_head_dim",),
-}
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "codegen")
+_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        "hidden": ("hidden_size", "n_embd", "d_model"),
+        "heads": ("num_attention_heads", "n_head", "n_heads"),
+        "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+        "head_dim": ("qk_nope_head_dim", "head_dim"),
+        "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+        "vocab": ("vocab_size",),
+        "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        "tied": ("tie_word_embeddings",),
+        "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
+        "topk": ("num_experts_per_tok",),
+        "moe_ffn": ("moe_intermediate_size", "intermediate_size"),
+        "shared_ffn": ("shared_expert_intermediate_size",),
+        "dense_layers": ("first_k_dense_replace",),
+        "q_rank": ("q_lora_rank",),
+        "kv_rank": ("kv_lora_rank",),
+        "rope_dim": ("qk_rope_head_dim",),
+        "v_dim": ("v_head_dim",),
+    }
+)
+_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "codegen")
 
 
 def model_shape(path: str, seq: int | None = None) -> ModelShape:

@@ -66,7 +66,7 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
 
 
 def software_of_row(source: str, extras: object, precision: str) -> Software:
-    """What the program of a row does: by its source, Megatron-Core if unknown, and by its extras."""
+    """What the program of a row does, by its source and extras; unknown ones as Megatron-Core."""
     found = SOFTWARE.get(source, _MEGATRON)
     said = extras if isinstance(extras, Mapping) else {}
     if said.get("attention") is not None:

@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
-from meshwright.planner.layouts import RunLayout, Software, rank_parameters, stage_layers
+from meshwright.planner.layouts import (
+    V_SCHEDULES,
+    RunLayout,
+    Software,
+    rank_parameters,
+    rank_stages,
+    stage_layers,
+)
 from meshwright.planner.network import Group
 from meshwright.planner.shapes import ModelShape
 from meshwright.schedule.builders import BUILDERS, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 
-__all__ = ["StepTime", "makespan", "stage_times", "step_time"]
+__all__ = ["StepTime", "makespan", "reduced", "stage_times", "step_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +70,14 @@ def stage_times(kernels: Kernels) -> list[PassTimes]:
 def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
     """Seconds of the pipeline by counting: the slowest rank's work, and one fill and drain."""
     p, m = layout.pipeline, layout.microbatches
-    slowest = max(sum(s.both for s in stages[rank::p]) for rank in range(p))
+    slowest = max(
+        sum(stages[stage].both for stage in rank_stages(layout, rank)) for rank in range(p)
+    )
     if p == 1:
         return m * slowest
     if layout.schedule == "zb1p":
         fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
-    elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
+    elif layout.schedule in ("zb2p", *V_SCHEDULES):
         fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
     else:
         each = [s.both for s in stages]
@@ -79,7 +88,7 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
 def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
     """The same from the events of the schedule that would run.
 
-    From two rounds of microbatches on a schedule repeats itself, so longer steps are drawn out.
+    Past its fill a schedule repeats itself, so that longer steps are drawn out.
     Schedules without a builder are counted.
     """
     p, m = layout.pipeline, layout.microbatches
@@ -96,10 +105,11 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
         lowered = lower(build(layout.schedule, p, count, layout.chunks))
         return simulate(lowered, costs, events=False).makespan
 
-    if m <= 3 * p:
+    rounds = 2 if layout.schedule in V_SCHEDULES else 1
+    if m <= (rounds + 1) * p:
         return run(m)
-    short, long = run(2 * p), run(3 * p)
-    return long + (m - 3 * p) * (long - short) / p
+    short, long = run(rounds * p), run((rounds + 1) * p)
+    return long + (m - (rounds + 1) * p) * (long - short) / p
 
 
 def _beside(compute: float, communication: float, constants: Constants) -> float:
@@ -113,9 +123,7 @@ def _sharded(kernels: Kernels, times: PassTimes) -> PassTimes:
     shape, layout, constants = kernels.shape, kernels.layout, kernels.constants
     ranks = layout.shard * layout.context
     group = Group(ranks, layout.tensor, kernels.hardware)
-    experts = Group(
-        max(1, ranks // layout.expert), layout.tensor * layout.expert, kernels.hardware
-    )
+    experts = Group(max(1, ranks // layout.expert), layout.tensor * layout.expert, kernels.hardware)
     moe = bool(shape.moe_layers)
     dense = (shape.moe_parameters if moe else shape.dense_parameters) / layout.tensor
     expert = shape.expert_parameters / layout.expert if moe else 0.0
@@ -140,7 +148,7 @@ def _sharded(kernels: Kernels, times: PassTimes) -> PassTimes:
     )
 
 
-def _reduced(kernels: Kernels, dense: float, expert: float, busy: float) -> float:
+def reduced(kernels: Kernels, dense: float, expert: float, busy: float) -> float:
     """Seconds that a step waits for the gradients and new weights of other data ranks.
 
     ``busy``: seconds of a microbatch, beside which they may travel.
@@ -186,28 +194,28 @@ def step_time(
     transfer = group.send(size, constants)
     blocked = 2 * transfer * layout.chunks * m if software.blocking_transfers else 0.0
     span = (replayed if replay else makespan)(layout, stages, transfer)
-    ranks = [PassTimes().plus(stages[r]) for r in range(p)]
-    for stage in range(p, len(plain)):
-        ranks[stage % p] = ranks[stage % p].plus(plain[stage])
+    ranks = [
+        sum((stages[stage] for stage in rank_stages(layout, rank)), PassTimes())
+        for rank in range(p)
+    ]
     slowest = max(ranks, key=lambda rank: rank.both)
-    work = slowest.both if stages is not plain else max(r.both for r in ranks)
     exposed = m * (stages[0].both - plain[0].both) if stages is not plain else 0.0
     dense, expert = max(
         (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
     )
-    reduce = _reduced(kernels, dense, expert, max(rank.both for rank in ranks))
+    reduce = reduced(kernels, dense, expert, max(rank.both for rank in ranks))
     data = layout.data * layout.context if layout.zero else 1
     kept = dense / data + expert / max(1.0, data / layout.expert)
     optimizer = kernels.moved(constants.optimizer * kept)
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
     parts = {
-        "compute": m * work - waiting - exposed,
+        "compute": m * slowest.both - waiting - exposed,
         "tensor": waiting,
         "shard": exposed,
         "replicate": reduce,
         "pipeline": blocked,
-        "bubble": max(0.0, span - m * work),
+        "bubble": max(0.0, span - m * slowest.both),
         "optimizer": optimizer,
         "other": constants.step + slow * (span + blocked),
     }

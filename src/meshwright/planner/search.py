@@ -1,0 +1,365 @@
+"""The layouts of a model on a number of GPUs: the fastest that fit, and why the others are not.
+
+Layouts whose states alone do not fit are left out family by family; the rest are counted in closed
+form, and the best are simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.planner.constants import SHIPPED, Constants
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.kernels import Kernels, PassTimes
+from meshwright.planner.layouts import RunLayout, Software, rank_layers, rank_parameters
+from meshwright.planner.memory import (
+    GIB,
+    USABLE,
+    RankMemory,
+    flights,
+    layer_activations,
+    rank_memory,
+    states,
+)
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.steps import StepTime, reduced, step_time
+
+__all__ = ["OURS", "Candidate", "Found", "best_layouts", "neighbors"]
+
+OURS = Software(
+    fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
+)
+"""What a training by Meshwright does."""
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zb1p", 1),
+    ("interleaved1f1b", 2),
+    ("interleaved1f1b", 3),
+    ("interleaved1f1b", 4),
+    ("interleaved1f1b", 6),
+    ("interleaved1f1b", 8),
+    ("loopedbfs", 2),
+    ("loopedbfs", 4),
+    ("zbv", 2),
+    ("dualpipev", 2),
+)
+"""Names and chunks of a rank."""
+RECOMPUTE = (("none", 0.0), *(("full", quarter / 4) for quarter in (1, 2, 3, 4)))
+SHORTLIST = 40
+"""Layouts that are simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout, and what the planner says of it."""
+
+    layout: RunLayout
+    memory: RankMemory
+    time: StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search."""
+
+    best: Candidate | None
+    pareto: tuple[Candidate, ...]
+    """From the fastest to the one with the least memory."""
+    considered: int
+    fitting: int
+    least: RankMemory | None
+    """Of the layout that comes closest to fitting."""
+
+
+def _divisors(count: int, most: int) -> list[int]:
+    return [size for size in range(1, min(count, most) + 1) if count % size == 0]
+
+
+def _families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
+    """All degrees: layouts that differ in no size of a weight, of one rank's or of all."""
+    for tensor in _divisors(math.gcd(shape.heads, shape.kv_heads or shape.heads), 64):
+        for pipeline in _divisors(gpus, shape.layers):
+            for context in (1, 2, 4, 8, 16):
+                data, rest = divmod(gpus, tensor * pipeline * context)
+                if rest or not data or batch % data or shape.seq % (2 * context):
+                    continue
+                for expert in _divisors(math.gcd(shape.experts, data), 1024):
+                    for shard in _divisors(data, data):
+                        if shard % (expert // math.gcd(expert, data // shard)):
+                            continue
+                        for zero in (0,) if shard == 1 else (2, 3):
+                            yield RunLayout(
+                                replicate=data // shard,
+                                shard=shard,
+                                zero=zero,
+                                tensor=tensor,
+                                sequence=tensor > 1,
+                                pipeline=pipeline,
+                                context=context,
+                                expert=expert,
+                            )
+
+
+def best_layouts(
+    shape: ModelShape,
+    gpus: int,
+    hardware: Hardware,
+    *,
+    batch: int,
+    software: Software = OURS,
+    constants: Constants = SHIPPED,
+    bytes: int = 2,
+) -> Found:
+    """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
+    capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
+    searcher = _Searcher(shape, hardware, software, constants, capacity, batch, bytes)
+    heap: list[tuple[float, int, RunLayout]] = []
+    front: dict[int, tuple[float, RunLayout]] = {}
+    for family in _families(shape, gpus, batch):
+        for seconds, memory, layout in searcher.estimates(family):
+            entry = (-seconds, searcher.fitting, layout)
+            if len(heap) < SHORTLIST:
+                heapq.heappush(heap, entry)
+            elif entry > heap[0]:
+                heapq.heapreplace(heap, entry)
+            bucket = int(16 * memory / capacity)
+            if bucket not in front or seconds < front[bucket][0]:
+                front[bucket] = seconds, layout
+    shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
+    found = sorted((searcher.candidate(layout) for layout in shortlist), key=lambda c: c.time.total)
+    found = [c for c in found if c.memory.total <= capacity]
+    pareto: list[Candidate] = []
+    for candidate in found:
+        if not pareto or candidate.memory.total < 0.97 * pareto[-1].memory.total:
+            pareto.append(candidate)
+    return Found(
+        found[0] if found else None,
+        tuple(pareto),
+        searcher.considered,
+        searcher.fitting,
+        searcher.least and rank_memory(shape, searcher.least, software),
+    )
+
+
+class _Searcher:
+    """Estimates, with what several layouts share computed once."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        software: Software,
+        constants: Constants,
+        capacity: float,
+        batch: int,
+        bytes: int,
+    ) -> None:
+        self._shape, self._hardware, self._software = shape, hardware, software
+        self._constants, self._capacity = constants, capacity
+        self._batch, self._bytes = batch, bytes
+        self.considered = self.fitting = 0
+        self.least: RunLayout | None = None
+        self._least_bytes = math.inf
+        self._layers: dict[tuple[object, ...], tuple[PassTimes, PassTimes, float, float]] = {}
+
+    def candidate(self, layout: RunLayout) -> Candidate:
+        """Predict all of one layout, with its schedule simulated."""
+        shape, software = self._shape, self._software
+        asked = shape, layout, self._hardware, software, self._constants
+        return Candidate(
+            layout, rank_memory(shape, layout, software), step_time(*asked, replay=True)
+        )
+
+    def _choices(self, family: RunLayout) -> list[tuple[int, int]]:
+        """Microbatches: (sequences of one, their number)."""
+        share = self._batch // family.data
+        return [(micro, share // micro) for micro in (1, 2, 4, 8, 16) if share % micro == 0]
+
+    def estimates(self, family: RunLayout) -> Iterator[tuple[float, float, RunLayout]]:
+        """Yield (seconds, bytes, layout) of what fits, in closed form."""
+        shape, software, p = self._shape, self._software, family.pipeline
+        choices = self._choices(family)
+        schedules = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
+        self.considered += len(choices) * len(schedules) * len(RECOMPUTE)
+        # The last rank has the logits and, in most schedules, the fewest activations.
+        ranks = [
+            (rank, sum(rank_layers(shape, family, rank)), *self._states(family, rank))
+            for rank in sorted({0, p - 1})
+        ]
+        floor = max(states_ for _, _, states_, _, _ in ranks)
+        if floor > self._capacity:
+            if floor < self._least_bytes:
+                micro, count = choices[0]
+                self._least_bytes = floor
+                self.least = replace(
+                    family,
+                    micro=micro,
+                    microbatches=count,
+                    recompute="full",
+                    bytes=self._bytes,
+                )
+            return
+        for micro, count in choices:
+            for how, share in RECOMPUTE:
+                layer, head, kept, live = self._layer(family, micro, how, share)
+                logits = software.logits_bytes * micro * shape.seq * shape.vocab
+                logits /= family.context * family.tensor
+                for schedule, chunks in schedules:
+                    if schedule == "dualpipev" and count < 2 * p:
+                        continue
+                    if schedule == "interleaved1f1b" and count % p:
+                        continue
+                    memory = 0.0
+                    for rank, layers, fixed, _, _ in ranks:
+                        flying = flights(schedule, p, chunks, count, rank) / chunks
+                        total = fixed + layers * kept * flying + live
+                        total += logits if rank == p - 1 else 0.0
+                        memory = max(memory, total)
+                    if memory > self._capacity:
+                        if memory < self._least_bytes:
+                            self._least_bytes = memory
+                            self.least = self._layout(
+                                family, micro, count, how, share, schedule, chunks
+                            )
+                        continue
+                    self.fitting += 1
+                    layout = self._layout(family, micro, count, how, share, schedule, chunks)
+                    if p == 1:
+                        seconds = step_time(
+                            shape, layout, self._hardware, software, self._constants
+                        ).total
+                    else:
+                        seconds = self._pipelined(ranks, layer, head, layout)
+                    yield seconds, memory, layout
+
+    def _states(self, family: RunLayout, rank: int) -> tuple[float, float, float]:
+        dense, expert = rank_parameters(self._shape, family, rank)
+        parts = states(self._shape, family, self._software, dense, expert)
+        return sum(parts.values()) + self._software.workspace_gib * GIB, dense, expert
+
+    def _layout(
+        self,
+        family: RunLayout,
+        micro: int,
+        count: int,
+        how: str,
+        share: float,
+        schedule: str,
+        chunks: int,
+    ) -> RunLayout:
+        return replace(
+            family,
+            micro=micro,
+            microbatches=count,
+            recompute=how,
+            recompute_share=share,
+            schedule=schedule,
+            chunks=chunks,
+            bytes=self._bytes,
+        )
+
+    def _layer(
+        self, family: RunLayout, micro: int, how: str, share: float
+    ) -> tuple[PassTimes, PassTimes, float, float]:
+        """Times of a layer and of the output layer; bytes that a layer keeps, and while it runs."""
+        key = family.tensor, family.context, family.expert, micro, how, share
+        if key not in self._layers:
+            shape, software = self._shape, self._software
+            layout = self._layout(family, micro, 1, how, share, "1f1b", 1)
+            kernels = Kernels(shape, layout, self._hardware, software, self._constants)
+            moe = bool(shape.moe_layers)
+            whole = layer_activations(shape, layout, software, moe=moe, recompute="none")
+            kept = layer_activations(shape, layout, software, moe=moe, recompute=how)
+            self._layers[key] = (
+                kernels.layer(moe=moe),
+                kernels.head(),
+                share * kept + (1 - share) * whole,
+                whole if how == "full" else 0.0,
+            )
+        return self._layers[key]
+
+    def _pipelined(
+        self,
+        ranks: Sequence[tuple[int, int, float, float, float]],
+        layer: PassTimes,
+        head: PassTimes,
+        layout: RunLayout,
+    ) -> float:
+        """Seconds of a step: the slowest rank, its fill, and what waits for other data ranks."""
+        most = ranks[0][1] * layer.both
+        slowest = max(most, ranks[-1][1] * layer.both + head.both)
+        fill = (layout.pipeline - 1) * most / layout.chunks
+        if layout.schedule == "zb1p":
+            fill *= (layer.forward + layer.input - layer.weight) / layer.both
+        elif layout.schedule in ("zbv", "dualpipev"):
+            fill *= max(0.0, layer.forward + layer.input - 2 * layer.weight) / layer.both
+        kernels = Kernels(self._shape, layout, self._hardware, self._software, self._constants)
+        dense, expert = max(rank[3:] for rank in ranks)
+        return layout.microbatches * slowest + fill + reduced(kernels, dense, expert, slowest)
+
+
+def neighbors(
+    found: Found, shape: ModelShape, hardware: Hardware, batch: int, software: Software = OURS
+) -> list[str]:
+    """Say of each layout that is one change away from the best why it is not the best."""
+    best = found.best
+    if best is None:
+        return []
+    lines = []
+    for what, layout in _changes(best.layout, shape, batch):
+        memory = rank_memory(shape, layout, software)
+        needs = memory.total * (1 + software.fragments) / GIB
+        if needs > USABLE * hardware.memory_gib:
+            where = f"stage {memory.rank} " if layout.pipeline > 1 else ""
+            lines.append(
+                f"{what}: {where}needs {needs:.0f} of {hardware.memory_gib:.0f} GiB, most of it "
+                f"{memory.largest}"
+            )
+            continue
+        time = step_time(shape, layout, hardware, software, SHIPPED, replay=True)
+        more = time.total / best.time.total - 1
+        part = max(time.parts, key=lambda name: time.parts[name] - best.time.parts[name])
+        crosses = layout.tensor > hardware.node and "crosses the node, "
+        lines.append(
+            f"{what}: {crosses or ''}{more:+.0%}, {part} {best.time.parts[part]:.3g} -> "
+            f"{time.parts[part]:.3g} s"
+        )
+    return lines
+
+
+def _changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
+    """Layouts with one degree doubled or halved, and its data ranks made to suit."""
+    for name in ("tensor", "pipeline", "context", "shard", "micro"):
+        old = getattr(best, name)
+        for new in (old * 2, old // 2):
+            changed = replace(best, **{name: new}) if new and (old % 2 == 0 or new > old) else None
+            if changed is None or shape.heads % changed.tensor or changed.stages > shape.layers:
+                continue
+            data, rest = divmod(best.gpus, changed.tensor * changed.pipeline * changed.context)
+            if rest or not data or batch % (data * changed.micro):
+                continue
+            shard = changed.shard if name == "shard" else min(best.shard, data)
+            if data % shard:
+                continue
+            yield (
+                f"{name} = {new}",
+                replace(
+                    changed,
+                    shard=shard,
+                    replicate=data // shard,
+                    zero=(best.zero or 3) if shard > 1 else 0,
+                    microbatches=batch // (data * changed.micro),
+                    sequence=changed.tensor > 1,
+                    chunks=best.chunks if changed.pipeline > 1 else 1,
+                    schedule=best.schedule if changed.pipeline > 1 else "1f1b",
+                ),
+            )
+    if best.recompute == "none":
+        yield "recompute", replace(best, recompute="full", recompute_share=1.0)
+    else:
+        yield "no recompute", replace(best, recompute="none", recompute_share=0.0)
