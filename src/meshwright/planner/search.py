@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.planner.constants import SHIPPED, Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
-from meshwright.planner.layouts import RunLayout, Software, rank_layers, rank_parameters
+from meshwright.planner.layouts import (
+    V_SCHEDULES,
+    RunLayout,
+    Software,
+    rank_layers,
+    rank_parameters,
+)
 from meshwright.planner.memory import (
     GIB,
     USABLE,
@@ -25,7 +32,7 @@ from meshwright.planner.memory import (
     states,
 )
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.steps import StepTime, reduced, step_time
+from meshwright.planner.steps import StepTime, data_seconds, exposed, is_built, step_time
 
 __all__ = ["OURS", "Candidate", "Found", "best_layouts", "neighbors"]
 
@@ -50,6 +57,8 @@ SCHEDULES = (
 )
 """Names and chunks of a rank."""
 RECOMPUTE = (("none", 0.0), *(("full", quarter / 4) for quarter in (1, 2, 3, 4)))
+Choice = tuple[int, str, float, str, int]
+"""Sequences of a microbatch, recompute and its share, schedule and chunks."""
 SHORTLIST = 40
 """Layouts that are simulated."""
 
@@ -121,15 +130,19 @@ def best_layouts(
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
     for family in _families(shape, gpus, batch):
-        for seconds, memory, layout in searcher.estimates(family):
+        for seconds, memory, choice in searcher.estimates(family):
+            bucket = int(16 * memory / capacity)
+            is_first = bucket not in front or seconds < front[bucket][0]
+            if not is_first and len(heap) == SHORTLIST and -seconds <= heap[0][0]:
+                continue
+            layout = searcher.layout(family, *choice)
+            if is_first:
+                front[bucket] = seconds, layout
             entry = (-seconds, searcher.fitting, layout)
             if len(heap) < SHORTLIST:
                 heapq.heappush(heap, entry)
-            elif entry > heap[0]:
-                heapq.heapreplace(heap, entry)
-            bucket = int(16 * memory / capacity)
-            if bucket not in front or seconds < front[bucket][0]:
-                front[bucket] = seconds, layout
+            else:
+                heapq.heappushpop(heap, entry)
     shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
     found = sorted((searcher.candidate(layout) for layout in shortlist), key=lambda c: c.time.total)
     found = [c for c in found if c.memory.total <= capacity]
@@ -144,6 +157,15 @@ def best_layouts(
         searcher.fitting,
         searcher.least and rank_memory(shape, searcher.least, software),
     )
+
+
+class _End(NamedTuple):
+    """A rank at an end of the pipeline."""
+
+    layers: int
+    states: float
+    dense: float
+    expert: float
 
 
 class _Searcher:
@@ -175,87 +197,84 @@ class _Searcher:
             layout, rank_memory(shape, layout, software), step_time(*asked, replay=True)
         )
 
-    def _choices(self, family: RunLayout) -> list[tuple[int, int]]:
-        """Microbatches: (sequences of one, their number)."""
-        share = self._batch // family.data
-        return [(micro, share // micro) for micro in (1, 2, 4, 8, 16) if share % micro == 0]
-
-    def estimates(self, family: RunLayout) -> Iterator[tuple[float, float, RunLayout]]:
-        """Yield (seconds, bytes, layout) of what fits, in closed form."""
+    def estimates(self, family: RunLayout) -> Iterator[tuple[float, float, Choice]]:
+        """Yield (seconds, bytes, choice) of what fits, in closed form."""
         shape, software, p = self._shape, self._software, family.pipeline
-        choices = self._choices(family)
-        schedules = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
-        self.considered += len(choices) * len(schedules) * len(RECOMPUTE)
-        # The last rank has the logits and, in most schedules, the fewest activations.
-        ranks = [
-            (rank, sum(rank_layers(shape, family, rank)), *self._states(family, rank))
-            for rank in sorted({0, p - 1})
-        ]
-        floor = max(states_ for _, _, states_, _, _ in ranks)
+        each = self._batch // family.data
+        micros = [micro for micro in (1, 2, 4, 8, 16) if each % micro == 0]
+        names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
+        self.considered += len(micros) * len(names) * len(RECOMPUTE)
+        loop = self._ends(family)
+        floor = max(end.states for end in loop)
         if floor > self._capacity:
             if floor < self._least_bytes:
-                micro, count = choices[0]
                 self._least_bytes = floor
-                self.least = replace(
-                    family,
-                    micro=micro,
-                    microbatches=count,
-                    recompute="full",
-                    bytes=self._bytes,
-                )
+                self.least = self.layout(family, micros[0], "full", 1.0, *names[0])
             return
-        for micro, count in choices:
+        bend = self._ends(replace(family, schedule="zbv", chunks=2)) if p > 1 else loop
+        kernels = Kernels(shape, family, self._hardware, software, self._constants)
+        travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
+        vocab = software.logits_bytes * shape.seq * shape.vocab / (family.context * family.tensor)
+        for micro in micros:
+            count = each // micro
+            schedules = [
+                (
+                    name,
+                    chunks,
+                    bend if name in V_SCHEDULES else loop,
+                    flights(name, p, chunks, count, 0) / chunks,
+                    flights(name, p, chunks, count, p - 1) / chunks,
+                )
+                for name, chunks in names
+                if is_built(name, p, count)
+            ]
             for how, share in RECOMPUTE:
                 layer, head, kept, live = self._layer(family, micro, how, share)
-                logits = software.logits_bytes * micro * shape.seq * shape.vocab
-                logits /= family.context * family.tensor
-                for schedule, chunks in schedules:
-                    if schedule == "dualpipev" and count < 2 * p:
-                        continue
-                    if schedule == "interleaved1f1b" and count % p:
-                        continue
-                    memory = 0.0
-                    for rank, layers, fixed, _, _ in ranks:
-                        flying = flights(schedule, p, chunks, count, rank) / chunks
-                        total = fixed + layers * kept * flying + live
-                        total += logits if rank == p - 1 else 0.0
-                        memory = max(memory, total)
+                spare = max(0.0, layer.forward + layer.input - 2 * layer.weight) / layer.both
+                late = (layer.forward + layer.input - layer.weight) / layer.both
+                for name, chunks, (first, last), flying, landing in schedules:
+                    memory = max(
+                        first.states + first.layers * kept * flying,
+                        last.states + last.layers * kept * landing + micro * vocab,
+                    )
+                    memory += live
                     if memory > self._capacity:
                         if memory < self._least_bytes:
                             self._least_bytes = memory
-                            self.least = self._layout(
-                                family, micro, count, how, share, schedule, chunks
-                            )
+                            self.least = self.layout(family, micro, how, share, name, chunks)
                         continue
                     self.fitting += 1
-                    layout = self._layout(family, micro, count, how, share, schedule, chunks)
+                    choice = micro, how, share, name, chunks
                     if p == 1:
-                        seconds = step_time(
-                            shape, layout, self._hardware, software, self._constants
-                        ).total
-                    else:
-                        seconds = self._pipelined(ranks, layer, head, layout)
-                    yield seconds, memory, layout
+                        asked = self.layout(family, *choice), self._hardware, software
+                        yield step_time(shape, *asked, self._constants).total, memory, choice
+                        continue
+                    most = first.layers * layer.both
+                    slowest = max(most, last.layers * layer.both + head.both)
+                    fill = (p - 1) * most / chunks
+                    fill *= late if name == "zb1p" else spare if name in V_SCHEDULES else 1.0
+                    wait = exposed(kernels, travel, slowest)
+                    yield count * slowest + fill + wait, memory, choice
 
-    def _states(self, family: RunLayout, rank: int) -> tuple[float, float, float]:
-        dense, expert = rank_parameters(self._shape, family, rank)
-        parts = states(self._shape, family, self._software, dense, expert)
-        return sum(parts.values()) + self._software.workspace_gib * GIB, dense, expert
+    def _ends(self, family: RunLayout) -> tuple[_End, _End]:
+        """The first and the last rank of axis pipeline."""
+        found = []
+        for rank in (0, family.pipeline - 1):
+            dense, expert = rank_parameters(self._shape, family, rank)
+            parts = states(self._shape, family, self._software, dense, expert)
+            total = sum(parts.values()) + self._software.workspace_gib * GIB
+            layers = sum(rank_layers(self._shape, family, rank))
+            found.append(_End(layers, total, dense, expert))
+        return found[0], found[1]
 
-    def _layout(
-        self,
-        family: RunLayout,
-        micro: int,
-        count: int,
-        how: str,
-        share: float,
-        schedule: str,
-        chunks: int,
+    def layout(
+        self, family: RunLayout, micro: int, how: str, share: float, schedule: str, chunks: int
     ) -> RunLayout:
+        """A layout of a family."""
         return replace(
             family,
             micro=micro,
-            microbatches=count,
+            microbatches=self._batch // (family.data * micro),
             recompute=how,
             recompute_share=share,
             schedule=schedule,
@@ -270,7 +289,7 @@ class _Searcher:
         key = family.tensor, family.context, family.expert, micro, how, share
         if key not in self._layers:
             shape, software = self._shape, self._software
-            layout = self._layout(family, micro, 1, how, share, "1f1b", 1)
+            layout = self.layout(family, micro, how, share, "1f1b", 1)
             kernels = Kernels(shape, layout, self._hardware, software, self._constants)
             moe = bool(shape.moe_layers)
             whole = layer_activations(shape, layout, software, moe=moe, recompute="none")
@@ -282,25 +301,6 @@ class _Searcher:
                 whole if how == "full" else 0.0,
             )
         return self._layers[key]
-
-    def _pipelined(
-        self,
-        ranks: Sequence[tuple[int, int, float, float, float]],
-        layer: PassTimes,
-        head: PassTimes,
-        layout: RunLayout,
-    ) -> float:
-        """Seconds of a step: the slowest rank, its fill, and what waits for other data ranks."""
-        most = ranks[0][1] * layer.both
-        slowest = max(most, ranks[-1][1] * layer.both + head.both)
-        fill = (layout.pipeline - 1) * most / layout.chunks
-        if layout.schedule == "zb1p":
-            fill *= (layer.forward + layer.input - layer.weight) / layer.both
-        elif layout.schedule in ("zbv", "dualpipev"):
-            fill *= max(0.0, layer.forward + layer.input - 2 * layer.weight) / layer.both
-        kernels = Kernels(self._shape, layout, self._hardware, self._software, self._constants)
-        dense, expert = max(rank[3:] for rank in ranks)
-        return layout.microbatches * slowest + fill + reduced(kernels, dense, expert, slowest)
 
 
 def neighbors(

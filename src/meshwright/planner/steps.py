@@ -23,7 +23,15 @@ from meshwright.schedule.builders import BUILDERS, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 
-__all__ = ["StepTime", "makespan", "reduced", "stage_times", "step_time"]
+__all__ = [
+    "StepTime",
+    "data_seconds",
+    "exposed",
+    "is_built",
+    "makespan",
+    "stage_times",
+    "step_time",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,15 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     return m * slowest + fill + 2 * (p - 1) * transfer
 
 
+def is_built(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Whether a builder has the schedule for so many microbatches."""
+    if schedule not in BUILDERS or schedule == "gpipe":
+        return schedule in BUILDERS
+    if schedule in ("interleaved1f1b", "loopedbfs"):
+        return microbatches % ranks == 0
+    return microbatches >= ranks * (2 if schedule == "dualpipev" else 1)
+
+
 def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
     """The same from the events of the schedule that would run.
 
@@ -92,7 +109,8 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     Schedules without a builder are counted.
     """
     p, m = layout.pipeline, layout.microbatches
-    if p == 1 or layout.schedule not in BUILDERS:
+    rounds = 2 if layout.schedule in V_SCHEDULES else 1
+    if p == 1 or not is_built(layout.schedule, p, m if m <= (rounds + 1) * p else 2 * p):
         return makespan(layout, stages, transfer)
     costs = Costs(
         forward=[s.forward for s in stages],
@@ -105,7 +123,6 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
         lowered = lower(build(layout.schedule, p, count, layout.chunks))
         return simulate(lowered, costs, events=False).makespan
 
-    rounds = 2 if layout.schedule in V_SCHEDULES else 1
     if m <= (rounds + 1) * p:
         return run(m)
     short, long = run(rounds * p), run((rounds + 1) * p)
@@ -148,17 +165,14 @@ def _sharded(kernels: Kernels, times: PassTimes) -> PassTimes:
     )
 
 
-def reduced(kernels: Kernels, dense: float, expert: float, busy: float) -> float:
-    """Seconds that a step waits for the gradients and new weights of other data ranks.
-
-    ``busy``: seconds of a microbatch, beside which they may travel.
-    """
-    layout, constants, software = kernels.layout, kernels.constants, kernels.software
-    size, t = software.reduce_bytes, layout.tensor
+def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
+    """Seconds in which gradients and new weights of a step travel between data ranks."""
+    layout, constants, t = kernels.layout, kernels.constants, kernels.layout.tensor
+    size, total = kernels.software.reduce_bytes, 0.0
     if layout.zero >= 2 and layout.pipeline == 1:
         group = Group(layout.replicate, t * layout.shard * layout.context, kernels.hardware)
         return group.reduce(size * (dense + expert) / layout.shard, constants)
-    ranks, total = layout.data * layout.context, 0.0
+    ranks = layout.data * layout.context
     for group, count in (
         (Group(ranks, t, kernels.hardware), dense),
         (Group(max(1, ranks // layout.expert), t * layout.expert, kernels.hardware), expert),
@@ -167,9 +181,14 @@ def reduced(kernels: Kernels, dense: float, expert: float, busy: float) -> float
             total += group.reduce(size * count, constants)
         elif group.size > 1 and count:
             total += group.gather(size * count, constants) + group.gather(2.0 * count, constants)
-    if software.overlap_data:
-        return max(total - constants.data_overlap * busy, 0.15 * total)
     return total
+
+
+def exposed(kernels: Kernels, seconds: float, busy: float) -> float:
+    """What a step waits for, of ``seconds`` that may travel beside a microbatch of ``busy``."""
+    if not kernels.software.overlap_data:
+        return seconds
+    return max(seconds - kernels.constants.data_overlap * busy, 0.15 * seconds)
 
 
 def step_time(
@@ -199,20 +218,22 @@ def step_time(
         for rank in range(p)
     ]
     slowest = max(ranks, key=lambda rank: rank.both)
-    exposed = m * (stages[0].both - plain[0].both) if stages is not plain else 0.0
+    sharded = m * (stages[0].both - plain[0].both) if stages is not plain else 0.0
     dense, expert = max(
         (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
     )
-    reduce = reduced(kernels, dense, expert, max(rank.both for rank in ranks))
+    reduce = exposed(
+        kernels, data_seconds(kernels, dense, expert), max(rank.both for rank in ranks)
+    )
     data = layout.data * layout.context if layout.zero else 1
     kept = dense / data + expert / max(1.0, data / layout.expert)
     optimizer = kernels.moved(constants.optimizer * kept)
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
     parts = {
-        "compute": m * slowest.both - waiting - exposed,
+        "compute": m * slowest.both - waiting - sharded,
         "tensor": waiting,
-        "shard": exposed,
+        "shard": sharded,
         "replicate": reduce,
         "pipeline": blocked,
         "bubble": max(0.0, span - m * slowest.both),
