@@ -71,7 +71,7 @@ def test_parameters_of_ranks_sum_to_those_of_the_model() -> None:
         ("interleaved1f1b", 2, 8),
         ("interleaved1f1b", 3, 4),
         ("loopedbfs", 2, 8),
-        ("zb1p", 1, 9),
+        ("zb1p", 1, 8),
         ("zbv", 2, 12),
         ("dualpipev", 2, 12),
     ],

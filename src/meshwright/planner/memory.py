@@ -60,7 +60,7 @@ def flights(schedule: str, p: int, chunks: int, microbatches: int, rank: int) ->
     if schedule == "zb2p":
         return min(m, 2 * p - 1)
     if schedule in ("zbv", "dualpipev"):
-        return min(2 * m, 2 * p)
+        return min(2 * m, 2 * p + (schedule == "dualpipev"))
     return min(m, p - rank)
 
 

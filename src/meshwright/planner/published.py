@@ -21,7 +21,6 @@ from meshwright.planner.memory import GIB, USABLE, rank_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.software import LAST_RANK, SOFTWARE, software_of_row
 from meshwright.planner.steps import step_time
-from meshwright.toml_source import read_tree
 
 __all__ = ["PublishedRun", "Question", "published_runs"]
 
@@ -118,7 +117,7 @@ class _Row:
     """A row's fields by path; a wrong one raises ``PlanError`` with its name."""
 
     def __init__(self, tree: Mapping[str, object], name: str) -> None:
-        self._tree, self._name = tree, name
+        self._tree, self.name = tree, name
 
     def get(self, path: str) -> object:
         """The value at ``path``; None where it is absent."""
@@ -147,6 +146,10 @@ class _Row:
             raise self.wrong(path, "a whole number of at least 1", found)
         return default if found is None else int(found)
 
+    def count(self, path: str) -> int:
+        """A whole number of at least 0; 0 where it is absent."""
+        return 0 if self.get(path) in (0, False) else self.whole(path, 0)
+
     def text(self, path: str) -> str:
         """A text; empty where it is absent."""
         found = self.get(path)
@@ -156,7 +159,7 @@ class _Row:
 
     def wrong(self, path: str, expected: str, found: object) -> PlanError:
         """The error of the field at ``path``."""
-        return PlanError(f"{path}: expected {expected}, found {found!r}", self._name)
+        return PlanError(f"{path}: expected {expected}, found {found!r}", self.name)
 
 
 @cache
@@ -239,17 +242,17 @@ def _shape(row: _Row) -> ModelShape:
         "dense_layers": "moe.dense_layers", "q_rank": "mla.q_lora_rank",
         "kv_rank": "mla.kv_lora_rank", "rope_dim": "mla.qk_rope_dim", "v_dim": "mla.v_head_dim",
     }  # fmt: skip
-    tree = {ours: row.get(f"model.{theirs}") for ours, theirs in names.items()}
-    tree["head_dim"] = row.get("model.mla.qk_head_dim") or tree["head_dim"]
-    tree["name"] = row.text("model.name") or "model"
-    tree["glu"] = bool(row.get("model.glu"))
-    tree["tied"] = bool(row.get("model.tied_embeddings"))
-    found = {key: value for key, value in tree.items() if value is not None}
+    sizes = {ours: row.count(f"model.{theirs}") for ours, theirs in names.items()}
+    sizes["head_dim"] = row.count("model.mla.qk_head_dim") or sizes["head_dim"]
+    for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"):
+        row.whole(f"model.{name}", 0)
+        if not sizes[name]:
+            raise row.wrong(f"model.{name}", "a whole number of at least 1", None)
+    flags = {"glu": bool(row.get("model.glu")), "tied": bool(row.get("model.tied_embeddings"))}
     try:
-        return read_tree(found, ModelShape)
+        return ModelShape(name=row.text("model.name") or "model", **sizes, **flags)
     except PlanError as error:
-        field = str(error).split(":")[0].split(" ")[0]
-        raise row.wrong(f"model.{names.get(field, field)}", "another value", str(error)) from None
+        raise PlanError(f"{row.name}: model.{error}") from None
 
 
 def _layouts(row: _Row, source: str) -> Iterable[RunLayout]:

@@ -97,8 +97,8 @@ def is_built(schedule: str, ranks: int, microbatches: int) -> bool:
     """Whether a builder has the schedule for so many microbatches."""
     if schedule not in BUILDERS or schedule == "gpipe":
         return schedule in BUILDERS
-    if schedule in ("interleaved1f1b", "loopedbfs"):
-        return microbatches % ranks == 0
+    if schedule in ("interleaved1f1b", "loopedbfs", "zb1p"):
+        return microbatches % max(1, microbatches // ranks) == 0
     return microbatches >= ranks * (2 if schedule == "dualpipev" else 1)
 
 
