@@ -13,7 +13,15 @@ import pytest
 
 from meshwright.errors import PlanError
 from meshwright.planner import score
-from support.internals.planner import Constants, fit, linearize, published_runs, ranges, ranking
+from support.internals.planner import (
+    Constants,
+    fit,
+    linearize,
+    priors,
+    published_runs,
+    ranges,
+    ranking,
+)
 
 ROW: dict[str, Any] = {
     "id": "sc21-5",
@@ -130,7 +138,7 @@ def test_a_fit_finds_what_made_the_rows_and_leaves_out_a_source() -> None:
     def predict(constants: Constants) -> list[float]:
         return [seconds(constants, a) / m for a, m in zip(asked, measured, strict=True)]
 
-    found = Constants()
+    found = priors()
     for _ in range(4):
         found = fit(linearize(predict, found), sources, without="wrong")
     for name, value in truth.items():

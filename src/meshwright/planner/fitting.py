@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.constants import Constants, ranges
+from meshwright.planner.constants import Constants, priors, ranges
 
 __all__ = ["Linearized", "fit", "linearize"]
 
@@ -59,7 +59,7 @@ def fit(
             [(getattr(constants, n) - low) / (high - low) for n, (low, high) in limits.items()]
         )
 
-    at, prior = shares(found.at), shares(Constants())
+    at, prior = shares(found.at), shares(priors())
     x = at.copy()
     for _ in range(60):
         errors = np.abs(found.ratios + found.slopes @ (x - at))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.constants import SHIPPED, Constants
+from meshwright.planner.constants import Constants, priors
 from meshwright.planner.fitting import fit, linearize
 from meshwright.planner.published import PublishedRun, Question, published_runs
 
@@ -96,13 +96,14 @@ def score(path: str, *, leave_out: bool = False) -> Score:
     """
     runs, rows, unknown = published_runs(path)
     timed = [run for run in runs if run.seconds and run.ran and run.tier in ("A", "B", "")]
-    constants = _without(timed) if leave_out else dict.fromkeys({r.source for r in runs}, SHIPPED)
+    fitted_without = _without(timed) if leave_out else {}
+    usual = Constants()
     answers: dict[tuple[Question, Constants], float] = {}
     times: dict[str, list[float]] = {}
     sweeps: dict[str, list[tuple[float, float]]] = {}
     large = []
     for run in timed:
-        key = run.question, constants[run.source]
+        key = run.question, fitted_without.get(run.source, usual)
         if key not in answers:
             answers[key] = run.question.seconds(key[1], replay=True)
         measured = run.seconds or math.nan
@@ -167,7 +168,7 @@ def _sample(
 def fit_to(runs: Sequence[PublishedRun], rounds: int = 3) -> Constants:
     """Constants that suit ``runs``: those that ship are of all of the published file."""
     sources, predict = _sample(runs)
-    found = Constants()
+    found = priors()
     for turn in range(rounds):
         found = fit(linearize(predict, found), sources, reach=0.5 if turn == 0 else 0.25)
     return found
@@ -176,7 +177,7 @@ def fit_to(runs: Sequence[PublishedRun], rounds: int = 3) -> Constants:
 def _without(runs: Sequence[PublishedRun]) -> dict[str, Constants]:
     """Constants for each source, fitted to all others, from the priors on."""
     sources, predict = _sample(runs)
-    first = linearize(predict, Constants())
+    first = linearize(predict, priors())
     return {
         source: fit(
             linearize(predict, fit(first, sources, without=source)),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.planner.constants import SHIPPED, Constants
+from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
 from meshwright.planner.layouts import (
@@ -32,10 +32,19 @@ from meshwright.planner.memory import (
     states,
 )
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.steps import StepTime, data_seconds, exposed, is_built, step_time
+from meshwright.planner.steps import (
+    StepTime,
+    beside,
+    data_seconds,
+    exposed,
+    is_built,
+    shard_seconds,
+    step_time,
+)
 
 __all__ = ["OURS", "Candidate", "Found", "best_layouts", "neighbors"]
 
+_SHIPPED = Constants()
 OURS = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
 )
@@ -60,7 +69,9 @@ RECOMPUTE = (("none", 0.0), *(("full", quarter / 4) for quarter in (1, 2, 3, 4))
 Choice = tuple[int, str, float, str, int]
 """Sequences of a microbatch, recompute and its share, schedule and chunks."""
 SHORTLIST = 40
-"""Layouts that are simulated."""
+"""Layouts that are predicted in full."""
+REPLAYED = 4
+"""Of these, those whose schedules are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ def best_layouts(
     *,
     batch: int,
     software: Software = OURS,
-    constants: Constants = SHIPPED,
+    constants: Constants = _SHIPPED,
     bytes: int = 2,
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
@@ -144,8 +155,10 @@ def best_layouts(
             else:
                 heapq.heappushpop(heap, entry)
     shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
-    found = sorted((searcher.candidate(layout) for layout in shortlist), key=lambda c: c.time.total)
-    found = [c for c in found if c.memory.total <= capacity]
+    found = [searcher.candidate(layout) for layout in shortlist]
+    found = sorted((c for c in found if c.memory.total <= capacity), key=_seconds)
+    replayed = [searcher.candidate(c.layout, replay=True) for c in found[:REPLAYED]]
+    found = sorted([*replayed, *found[REPLAYED:]], key=_seconds)
     pareto: list[Candidate] = []
     for candidate in found:
         if not pareto or candidate.memory.total < 0.97 * pareto[-1].memory.total:
@@ -157,6 +170,10 @@ def best_layouts(
         searcher.fitting,
         searcher.least and rank_memory(shape, searcher.least, software),
     )
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.time.total
 
 
 class _End(NamedTuple):
@@ -189,12 +206,12 @@ class _Searcher:
         self._least_bytes = math.inf
         self._layers: dict[tuple[object, ...], tuple[PassTimes, PassTimes, float, float]] = {}
 
-    def candidate(self, layout: RunLayout) -> Candidate:
-        """Predict all of one layout, with its schedule simulated."""
+    def candidate(self, layout: RunLayout, *, replay: bool = False) -> Candidate:
+        """Predict all of one layout."""
         shape, software = self._shape, self._software
         asked = shape, layout, self._hardware, software, self._constants
         return Candidate(
-            layout, rank_memory(shape, layout, software), step_time(*asked, replay=True)
+            layout, rank_memory(shape, layout, software), step_time(*asked, replay=replay)
         )
 
     def estimates(self, family: RunLayout) -> Iterator[tuple[float, float, Choice]]:
@@ -214,6 +231,7 @@ class _Searcher:
         bend = self._ends(replace(family, schedule="zbv", chunks=2)) if p > 1 else loop
         kernels = Kernels(shape, family, self._hardware, software, self._constants)
         travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
+        sharded = shard_seconds(kernels) if p == 1 and family.zero else None
         vocab = software.logits_bytes * shape.seq * shape.vocab / (family.context * family.tensor)
         for micro in micros:
             count = each // micro
@@ -246,8 +264,13 @@ class _Searcher:
                     self.fitting += 1
                     choice = micro, how, share, name, chunks
                     if p == 1:
-                        asked = self.layout(family, *choice), self._hardware, software
-                        yield step_time(shape, *asked, self._constants).total, memory, choice
+                        forward = shape.layers * layer.forward + head.forward
+                        back = shape.layers * layer.both + head.both - forward
+                        if sharded:
+                            forward = beside(forward, sharded[0], self._constants) + sharded[2]
+                            back = beside(back, sharded[1], self._constants)
+                        wait = exposed(kernels, travel, forward + back)
+                        yield count * (forward + back) + wait, memory, choice
                         continue
                     most = first.layers * layer.both
                     slowest = max(most, last.layers * layer.both + head.both)
@@ -321,7 +344,7 @@ def neighbors(
                 f"{memory.largest}"
             )
             continue
-        time = step_time(shape, layout, hardware, software, SHIPPED, replay=True)
+        time = step_time(shape, layout, hardware, software, _SHIPPED)
         more = time.total / best.time.total - 1
         part = max(time.parts, key=lambda name: time.parts[name] - best.time.parts[name])
         crosses = layout.tensor > hardware.node and "crosses the node, "

@@ -129,40 +129,37 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     return long + (m - (rounds + 1) * p) * (long - short) / p
 
 
-def _beside(compute: float, communication: float, constants: Constants) -> float:
-    """Seconds of both, which run beside each other."""
-    slower = (constants.contention - 1) * min(communication, compute)
-    return max(compute + slower, communication)
+def shard_seconds(kernels: Kernels) -> tuple[float, float, float]:
+    """Seconds in which a microbatch's weights are gathered and its gradients scattered.
 
-
-def _sharded(kernels: Kernels, times: PassTimes) -> PassTimes:
-    """A microbatch whose weights are gathered and gradients scattered layer by layer."""
+    In the forward, in the backward, and of the first and the last unit, which nothing hides.
+    """
     shape, layout, constants = kernels.shape, kernels.layout, kernels.constants
-    ranks = layout.shard * layout.context
-    group = Group(ranks, layout.tensor, kernels.hardware)
-    experts = Group(max(1, ranks // layout.expert), layout.tensor * layout.expert, kernels.hardware)
+    ranks, t = layout.shard * layout.context, layout.tensor
+    group = Group(ranks, t, kernels.hardware)
+    experts = Group(max(1, ranks // layout.expert), t * layout.expert, kernels.hardware)
     moe = bool(shape.moe_layers)
-    dense = (shape.moe_parameters if moe else shape.dense_parameters) / layout.tensor
+    dense = (shape.moe_parameters if moe else shape.dense_parameters) / t
     expert = shape.expert_parameters / layout.expert if moe else 0.0
 
     def seconds(size: float) -> float:
         found = group.gather(size * dense, constants)
         return found + (experts.gather(size * expert, constants) if expert else 0.0)
 
-    vocabulary = shape.vocab * shape.hidden / layout.tensor
-    reduce = kernels.software.reduce_bytes
+    reduce, vocabulary = kernels.software.reduce_bytes, shape.vocab * shape.hidden / t
     gather, scatter = seconds(2.0), seconds(reduce)
     edge = group.gather(2.0 * vocabulary, constants)
     to_forward = gather * shape.layers + edge
     to_back = scatter * shape.layers + group.gather(reduce * vocabulary, constants)
-    to_back += to_forward if layout.zero == 3 else 0.0
-    back = _beside(times.input + times.weight, to_back, constants)
-    return PassTimes(
-        _beside(times.forward, to_forward, constants) + gather,
-        back - times.weight + scatter + edge,
-        times.weight,
-        times.waiting,
-    )
+    if layout.zero == 3:
+        to_back += to_forward
+    return to_forward, to_back, gather + scatter + edge
+
+
+def beside(compute: float, communication: float, constants: Constants) -> float:
+    """Seconds of both, which run beside each other."""
+    slower = (constants.contention - 1) * min(communication, compute)
+    return max(compute + slower, communication)
 
 
 def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
@@ -202,10 +199,14 @@ def step_time(
 ) -> StepTime:
     """Predict one step; ``replay`` simulates the schedule's events instead of counting them."""
     kernels = Kernels(shape, layout, hardware, software, constants)
-    stages = plain = stage_times(kernels)
+    stages = stage_times(kernels)
     p, m = layout.pipeline, layout.microbatches
+    sharded = 0.0
     if layout.zero >= 2 and layout.shard > 1 and p == 1:
-        stages = [_sharded(kernels, plain[0])]
+        to_forward, to_back, ends = shard_seconds(kernels)
+        forward, back = stages[0].forward, stages[0].input + stages[0].weight
+        shown = beside(forward, to_forward, constants) + beside(back, to_back, constants)
+        sharded = m * (shown + ends - forward - back)
     size = 2.0 * kernels.tokens * shape.hidden
     if layout.sequence or software.split_transfers:
         size /= layout.tensor
@@ -218,7 +219,6 @@ def step_time(
         for rank in range(p)
     ]
     slowest = max(ranks, key=lambda rank: rank.both)
-    sharded = m * (stages[0].both - plain[0].both) if stages is not plain else 0.0
     dense, expert = max(
         (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
     )
@@ -231,7 +231,7 @@ def step_time(
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
     parts = {
-        "compute": m * slowest.both - waiting - sharded,
+        "compute": m * slowest.both - waiting,
         "tensor": waiting,
         "shard": sharded,
         "replicate": reduce,

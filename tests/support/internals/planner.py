@@ -6,7 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.planner.constants": "Constants, SHIPPED, ranges",
+        "meshwright.planner.constants": "Constants, priors, ranges",
         "meshwright.planner.fitting": "fit, linearize",
         "meshwright.planner.hardware": "hardware_names",
         "meshwright.planner.kernels": "Kernels, PassTimes",
