@@ -110,7 +110,10 @@ def score(path: str, *, leave_out: bool = False) -> Score:
         error = answers[key] / measured - 1
         times.setdefault(run.source, []).append(error)
         large += [error] if run.question.layout.gpus >= 1024 else []
-        sweeps.setdefault(f"{run.source} {run.family}", []).append((answers[key], measured))
+        asked = run.question
+        sweep = f"{run.source} {asked.shape.name} on {asked.layout.gpus} {asked.hardware.name}"
+        tokens = asked.layout.batch * asked.shape.seq
+        sweeps.setdefault(sweep, []).append((answers[key] / tokens, measured / tokens))
     memory: dict[str, list[float]] = {}
     allocated = {}
     for run in runs:

@@ -108,11 +108,11 @@ def _families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
                 data, rest = divmod(gpus, tensor * pipeline * context)
                 if rest or not data or batch % data or shape.seq % (2 * context):
                     continue
-                for expert in _divisors(math.gcd(shape.experts, data), 1024):
+                for expert in _divisors(math.gcd(shape.experts or 1, data), data):
                     for shard in _divisors(data, data):
                         if shard % (expert // math.gcd(expert, data // shard)):
                             continue
-                        for zero in (0,) if shard == 1 else (2, 3):
+                        for zero in (0,) if shard == 1 else (3,) if pipeline > 1 else (2, 3):
                             yield RunLayout(
                                 replicate=data // shard,
                                 shard=shard,
