@@ -77,7 +77,7 @@ def test_where_nothing_fits_the_category_is_named() -> None:
     assert "nothing fits" in found.lines[0]
     assert "of 80 GiB" in found.lines[0]
     assert any(name in found.lines[0] for name in ("weights", "optimizer", "gradients", "units"))
-    odd = answer(SMALL, 7, H100, 64)
+    odd = answer(SMALL, 17, H100, 64)
     assert "divides" in odd.lines[0]
 
 

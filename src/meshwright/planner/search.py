@@ -65,7 +65,7 @@ SCHEDULES = (
     ("dualpipev", 2),
 )
 """Names and chunks of a rank."""
-RECOMPUTE = (("none", 0.0), *(("full", quarter / 4) for quarter in (1, 2, 3, 4)))
+RECOMPUTE = (("none", 0.0), *(("full", eighth / 8) for eighth in range(1, 9)))
 Choice = tuple[int, str, float, str, int]
 """Sequences of a microbatch, recompute and its share, schedule and chunks."""
 SHORTLIST = 40

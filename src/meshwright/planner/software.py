@@ -49,7 +49,7 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
         "torchtitan_asynctp_2025_06": replace(_FSDP, logits_bytes=6),
         "torchtitan_h200_2025_06": replace(_FSDP, logits_bytes=6),
         "torchtitan_a100_2024": _FSDP,
-        "mpt_llm_foundry": replace(_FSDP, flash=1),
+        "mpt_llm_foundry": replace(_FSDP, flash=1, logits_bytes=4),
         "fsdp_vldb_2304_11277": replace(_FSDP, reduce_bytes=2),
         "nanotron_ultrascale": Software(
             fused_accumulation=False,
