@@ -15,6 +15,7 @@ from meshwright.toml_source import read_file
 
 __all__ = ["Hardware", "hardware_names", "load_hardware"]
 
+_MACHINES = files("meshwright.planner") / "machines"
 Positive = Annotated[float, Above(0)]
 
 
@@ -54,7 +55,7 @@ class Hardware:
 
 def hardware_names() -> tuple[str, ...]:
     """The shipped hardware files."""
-    found = (files(__package__) / "machines").iterdir()
+    found = _MACHINES.iterdir()
     return tuple(sorted(file.name[:-5] for file in found if file.name.endswith(".toml")))
 
 
@@ -65,4 +66,4 @@ def load_hardware(name: str) -> Hardware:
     if name not in hardware_names():
         known = ", ".join(hardware_names())
         raise PlanError(f"--hardware: expected a .toml file or one of {known}, found '{name}'")
-    return read_file(Path(str(files(__package__) / "machines" / f"{name}.toml")), Hardware)
+    return read_file(Path(str(_MACHINES / f"{name}.toml")), Hardware)

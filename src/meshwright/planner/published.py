@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.constants import Constants
@@ -179,7 +180,8 @@ def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
     rows = tree.get("rows") if isinstance(tree, dict) else None
     if not isinstance(rows, list):
         raise PlanError("rows: expected a list of runs", path)
-    runs, unknown = [], 0
+    runs: list[PublishedRun] = []
+    unknown = 0
     for place, row in enumerate(rows):
         if not isinstance(row, dict):
             raise PlanError(f"rows[{place}]: expected a table, found {row!r}", path)
@@ -242,7 +244,7 @@ def _shape(row: _Row) -> ModelShape:
         "dense_layers": "moe.dense_layers", "q_rank": "mla.q_lora_rank",
         "kv_rank": "mla.kv_lora_rank", "rope_dim": "mla.qk_rope_dim", "v_dim": "mla.v_head_dim",
     }  # fmt: skip
-    sizes = {ours: row.count(f"model.{theirs}") for ours, theirs in names.items()}
+    sizes: dict[str, Any] = {ours: row.count(f"model.{theirs}") for ours, theirs in names.items()}
     sizes["head_dim"] = row.count("model.mla.qk_head_dim") or sizes["head_dim"]
     for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"):
         row.whole(f"model.{name}", 0)

@@ -101,7 +101,7 @@ def score(path: str, *, leave_out: bool = False) -> Score:
     answers: dict[tuple[Question, Constants], float] = {}
     times: dict[str, list[float]] = {}
     sweeps: dict[str, list[tuple[float, float]]] = {}
-    large = []
+    large: list[float] = []
     for run in timed:
         key = run.question, fitted_without.get(run.source, usual)
         if key not in answers:

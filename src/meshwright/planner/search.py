@@ -168,7 +168,7 @@ def best_layouts(
         tuple(pareto),
         searcher.considered,
         searcher.fitting,
-        searcher.least and rank_memory(shape, searcher.least, software),
+        rank_memory(shape, searcher.least, software) if searcher.least else None,
     )
 
 
