@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-__all__ = ["Constants", "priors", "ranges"]
-
 
 def _in(value: float, prior: float, low: float, high: float, source: str) -> float:
     """A constant: its fitted value, what one would guess from its source alone, and its range."""

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from meshwright.planner.constants import Constants, priors, ranges
 
-__all__ = ["Linearized", "fit", "linearize"]
-
 SMALL = 0.03
 """Errors below it are noise: runs repeat themselves within 2 to 5 %."""
 LARGE = 0.4

@@ -13,8 +13,6 @@ from meshwright.errors import PlanError
 from meshwright.settings import Above, AtLeast
 from meshwright.toml_source import read_file
 
-__all__ = ["Hardware", "hardware_names", "load_hardware"]
-
 _MACHINES = files("meshwright.planner") / "machines"
 Positive = Annotated[float, Above(0)]
 

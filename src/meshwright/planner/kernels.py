@@ -17,8 +17,6 @@ from meshwright.planner.layouts import RunLayout, Software
 from meshwright.planner.network import Group
 from meshwright.planner.shapes import ModelShape
 
-__all__ = ["Kernels", "PassTimes"]
-
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:

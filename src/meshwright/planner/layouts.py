@@ -8,16 +8,6 @@ from functools import cached_property
 
 from meshwright.planner.shapes import ModelShape
 
-__all__ = [
-    "V_SCHEDULES",
-    "RunLayout",
-    "Software",
-    "rank_layers",
-    "rank_parameters",
-    "rank_stages",
-    "stage_layers",
-]
-
 RECOMPUTE = ("none", "selective", "operators", "full")
 """From the fastest to the least memory; operators: every second product and all between."""
 

@@ -18,8 +18,6 @@ from meshwright.planner.layouts import (
 )
 from meshwright.planner.shapes import ModelShape
 
-__all__ = ["GIB", "USABLE", "RankMemory", "flights", "layer_activations", "rank_memory", "states"]
-
 GIB = 2.0**30
 USABLE = 0.94
 """Share of a GPU's memory that a run can have: the rest is the driver's and the collectives'."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 
-__all__ = ["Group"]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -23,8 +23,6 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.software import LAST_RANK, SOFTWARE, software_of_row
 from meshwright.planner.steps import step_time
 
-__all__ = ["PublishedRun", "Question", "published_runs"]
-
 _MACHINES: Mapping[str, str] = MappingProxyType(
     {
         "A100-80GB": "a100",

@@ -11,8 +11,6 @@ from meshwright.planner.constants import Constants, priors
 from meshwright.planner.fitting import fit, linearize
 from meshwright.planner.published import PublishedRun, Question, published_runs
 
-__all__ = ["Score", "fit_to", "score"]
-
 ROWS_OF_A_SOURCE = 70
 """A fit takes at most so many questions of a source, and a third of the rest."""
 

@@ -42,8 +42,6 @@ from meshwright.planner.steps import (
     step_time,
 )
 
-__all__ = ["OURS", "Candidate", "Found", "best_layouts", "neighbors"]
-
 _SHIPPED = Constants()
 OURS = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
@@ -176,7 +174,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.time.total
 
 
-class _End(NamedTuple):
+class _PipelineEnd(NamedTuple):
     """A rank at an end of the pipeline."""
 
     layers: int
@@ -279,7 +277,7 @@ class _Searcher:
                     wait = exposed(kernels, travel, slowest)
                     yield count * slowest + fill + wait, memory, choice
 
-    def _ends(self, family: RunLayout) -> tuple[_End, _End]:
+    def _ends(self, family: RunLayout) -> tuple[_PipelineEnd, _PipelineEnd]:
         """The first and the last rank of axis pipeline."""
         found = []
         for rank in (0, family.pipeline - 1):
@@ -287,7 +285,7 @@ class _Searcher:
             parts = states(self._shape, family, self._software, dense, expert)
             total = sum(parts.values()) + self._software.workspace_gib * GIB
             layers = sum(rank_layers(self._shape, family, rank))
-            found.append(_End(layers, total, dense, expert))
+            found.append(_PipelineEnd(layers, total, dense, expert))
         return found[0], found[1]
 
     def layout(

@@ -14,8 +14,6 @@ from meshwright.errors import PlanError
 from meshwright.settings import AtLeast, nearest
 from meshwright.toml_source import read_file, read_tree
 
-__all__ = ["ModelShape", "model_shape"]
-
 Size = Annotated[int, AtLeast(1)]
 Count = Annotated[int, AtLeast(0)]
 

@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 from meshwright.planner.layouts import Software
 
-__all__ = ["LAST_RANK", "SOFTWARE", "software_of_row"]
-
 LAST_RANK = frozenset({"megatron_golden"})
 """Sources that print the memory of the last rank of axis pipeline."""
 

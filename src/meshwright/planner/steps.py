@@ -23,16 +23,6 @@ from meshwright.schedule.builders import BUILDERS, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 
-__all__ = [
-    "StepTime",
-    "data_seconds",
-    "exposed",
-    "is_built",
-    "makespan",
-    "stage_times",
-    "step_time",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
