@@ -77,6 +77,8 @@ class Software:
     compiled: bool = False
     """Elementwise chains are single kernels."""
     reduce_bytes: int = 4
+    all_reduces: bool = False
+    """Ranks that share an optimizer each receive all gradients, as DeepSpeed's ZeRO-1 does."""
     blocking_transfers: bool = False
     """A stage waits for its messages instead of computing beside them."""
     split_transfers: bool = True

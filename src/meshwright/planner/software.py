@@ -22,8 +22,8 @@ _MEGATRON_2021 = Software(
 _MEGATRON_2022 = replace(_MEGATRON_2021, overlap_tensor=True, fused_accumulation=True)
 _DEEPSPEED = replace(
     _MEGATRON_2021,
-    split_transfers=False,
     reduce_bytes=2,
+    all_reduces=True,
     gradient_bytes=2,
     workspace_gib=6.0,
     fragments=0.12,
@@ -36,7 +36,7 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         "megatron_sc21": _MEGATRON_2021,
         "korthikanti_2205_05198": _MEGATRON_2022,
-        "vtrain_ground_truth": replace(_DEEPSPEED, split_transfers=True),
+        "vtrain_ground_truth": _DEEPSPEED,
         "bloom_prequel": _DEEPSPEED,
         "zero_bubble_2401_10241": replace(
             _MEGATRON_2022, blocking_transfers=False, workspace_gib=1.0

@@ -164,10 +164,14 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
         (Group(ranks, t, kernels.hardware), dense),
         (Group(max(1, ranks // layout.expert), t * layout.expert, kernels.hardware), expert),
     ):
-        if group.size > 1 and count and layout.zero == 0:
+        if group.size < 2 or not count:
+            continue
+        if layout.zero == 0 or kernels.software.all_reduces:
             total += group.reduce(size * count, constants)
-        elif group.size > 1 and count:
-            total += group.gather(size * count, constants) + group.gather(2.0 * count, constants)
+        else:
+            total += group.gather(size * count, constants)
+        if layout.zero:
+            total += group.gather(2.0 * count, constants)
     return total
 
 
