@@ -93,6 +93,7 @@ def test_a_model_reads_the_same_from_toml_and_from_a_configuration(tmp_path: Pat
         ("layers = 1000000", "layers"),
         ("hidden = nan", "hidden"),
         ("heads = 0", "heads"),
+        ("heads = 65", "heads"),
         ("experts = 8", "topk"),
         ("hiden = 4096", "hiden"),
         ("vocab = 1e300", "vocab"),

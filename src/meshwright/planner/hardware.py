@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from meshwright.errors import PlanError
 from meshwright.settings import Above, AtLeast
@@ -22,8 +22,8 @@ class Hardware:
     """One kind of machine. Rates count 10^12 operations or 10^9 bytes a second, for one GPU."""
 
     name: str
-    generation: str = "ampere"
-    """ampere, hopper or blackwell: which of the fitted efficiencies hold."""
+    generation: Literal["ampere", "hopper", "blackwell"] = "ampere"
+    """Which of the fitted efficiencies hold."""
     memory_gib: Positive
     peak_tflops: Positive
     """Dense bf16 rate of the data sheet: the denominator of MFU."""

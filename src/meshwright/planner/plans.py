@@ -16,7 +16,7 @@ from meshwright.planner.search import OURS, Candidate, Found, best_layouts, neig
 from meshwright.planner.shapes import ModelShape
 from meshwright.precision import Precision
 
-BAND = (0.8, 1.3)
+BAND = (0.8, 1.35)
 """Measured over predicted of nine in ten published runs whose source the constants had not seen."""
 
 

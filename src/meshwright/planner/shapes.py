@@ -59,8 +59,10 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             limit = 100_000 if name == "layers" else LIMIT
-            if isinstance(value, int) and value > limit:
-                raise PlanError(f"{name}: expected at most {limit:,}, found {value:,}")
+            if isinstance(value, int) and not 0 <= value <= limit:
+                raise PlanError(f"{name}: expected 0 to {limit:,}, found {value:,}")
+        if not self.head_dim and self.hidden < self.heads:
+            raise PlanError(f"heads: expected at most {self.hidden} (hidden), found {self.heads}")
         if self.experts and not 0 < self.topk <= self.experts:
             raise PlanError(f"topk: expected 1 to {self.experts} (experts), found {self.topk}")
 
