@@ -8,9 +8,6 @@ from functools import cached_property
 
 from meshwright.planner.shapes import ModelShape
 
-RECOMPUTE = ("none", "selective", "operators", "full")
-"""From the fastest to the least memory; operators: every second product and all between."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunLayout:
@@ -34,6 +31,8 @@ class RunLayout:
     bytes: int = 2
     """Of a number in matrix products: 2 bf16, 1 fp8, 0 fp4."""
     recompute: str = "none"
+    """Whole layers (full), what is cheap (selective: scores, or norms and activation functions), or
+    every second product and all between (operators)."""
     recompute_share: float = 1.0
     """Share of the layers that recompute."""
     extra_flights: float = 0.0
@@ -45,6 +44,17 @@ class RunLayout:
     def data(self) -> int:
         """Ranks that read different sequences."""
         return self.replicate * self.shard
+
+    @cached_property
+    def is_fully_sharded(self) -> bool:
+        """Whether weights are gathered when they are needed."""
+        return self.zero == 3 or (self.zero == 2 and self.shard > 1 and self.pipeline == 1)
+
+    @cached_property
+    def sharers(self) -> int:
+        """Ranks that share one optimizer."""
+        whole = self.shard if self.is_fully_sharded else self.data
+        return whole * self.context if self.zero else 1
 
     @cached_property
     def gpus(self) -> int:

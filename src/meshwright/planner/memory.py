@@ -111,9 +111,9 @@ def states(
 
     ``units``: whole weights and gradients of sharded layers, while they are needed.
     """
-    if layout.zero == 3 or (layout.zero == 2 and layout.shard > 1 and layout.pipeline == 1):
-        ranks = layout.shard * layout.context
-        kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+    ranks = layout.sharers
+    kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+    if layout.is_fully_sharded:
         if layout.pipeline > 1:
             # Between microbatches weights stay gathered and gradients whole.
             units = (2.0 + software.reduce_bytes) * (dense + expert)
@@ -130,8 +130,6 @@ def states(
             "optimizer": 8.0 * kept,
             "units": units,
         }
-    ranks = layout.data * layout.context if layout.zero else 1
-    kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
     is_sharded = layout.zero == 2 and layout.shard > 1
     return {
         "weights": 2.0 * (dense + expert),

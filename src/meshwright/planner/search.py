@@ -229,7 +229,7 @@ class _Searcher:
         bend = self._ends(replace(family, schedule="zbv", chunks=2)) if p > 1 else loop
         kernels = Kernels(shape, family, self._hardware, software, self._constants)
         travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
-        sharded = shard_seconds(kernels) if p == 1 and family.zero else None
+        sharded = shard_seconds(kernels) if p == 1 and family.is_fully_sharded else None
         vocab = software.logits_bytes * shape.seq * shape.vocab / (family.context * family.tensor)
         for micro in micros:
             count = each // micro

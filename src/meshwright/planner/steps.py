@@ -156,7 +156,7 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
     """Seconds in which gradients and new weights of a step travel between data ranks."""
     layout, constants, t = kernels.layout, kernels.constants, kernels.layout.tensor
     size, total = kernels.software.reduce_bytes, 0.0
-    if layout.zero >= 2 and layout.pipeline == 1:
+    if layout.is_fully_sharded and layout.pipeline == 1:
         group = Group(layout.replicate, t * layout.shard * layout.context, kernels.hardware)
         return group.reduce(size * (dense + expert) / layout.shard, constants)
     ranks = layout.data * layout.context
@@ -196,7 +196,7 @@ def step_time(
     stages = stage_times(kernels)
     p, m = layout.pipeline, layout.microbatches
     sharded = 0.0
-    if layout.zero >= 2 and layout.shard > 1 and p == 1:
+    if layout.is_fully_sharded and layout.sharers > 1 and p == 1:
         to_forward, to_back, ends = shard_seconds(kernels)
         forward, back = stages[0].forward, stages[0].input + stages[0].weight
         shown = beside(forward, to_forward, constants) + beside(back, to_back, constants)
@@ -219,8 +219,7 @@ def step_time(
     reduce = exposed(
         kernels, data_seconds(kernels, dense, expert), max(rank.both for rank in ranks)
     )
-    data = layout.data * layout.context if layout.zero else 1
-    kept = dense / data + expert / max(1.0, data / layout.expert)
+    kept = dense / layout.sharers + expert / max(1.0, layout.sharers / layout.expert)
     optimizer = kernels.moved(constants.optimizer * kept)
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
