@@ -59,6 +59,10 @@ def flights(schedule: str, p: int, chunks: int, microbatches: int, rank: int) ->
         return min(m, 2 * p - 1)
     if schedule in ("zbv", "dualpipev"):
         return min(2 * m, 2 * p + (schedule == "dualpipev"))
+    if schedule == "vhalf":
+        return min(2 * m, 2 * p, p + 2)
+    if schedule == "vmin":
+        return min(2 * m, 2 * p, 2 * -(-p // 3) + 2)
     return min(m, p - rank)
 
 

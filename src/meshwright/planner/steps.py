@@ -75,7 +75,7 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
         return m * slowest
     if layout.schedule == "zb1p":
         fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
-    elif layout.schedule in ("zb2p", *V_SCHEDULES):
+    elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
         fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
     else:
         each = [s.both for s in stages]
@@ -99,7 +99,7 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     Schedules without a builder are counted.
     """
     p, m = layout.pipeline, layout.microbatches
-    rounds = 2 if layout.schedule in V_SCHEDULES else 1
+    rounds = 2 if layout.schedule in ("zb2p", *V_SCHEDULES) else 1
     if p == 1 or not is_built(layout.schedule, p, m if m <= (rounds + 1) * p else 2 * p):
         return makespan(layout, stages, transfer)
     costs = Costs(
