@@ -18,6 +18,7 @@ from support.internals.planner import (
     Constants,
     RunLayout,
     answer,
+    families,
     neighbors,
     rank_memory,
     step_time,
@@ -98,6 +99,13 @@ def test_degrees_of_a_layout_are_axes_of_its_plan() -> None:
     assert plan.pipeline.microbatches == 4
     assert plan.train.recompute == ("model.layers.*",)
     assert to_plan(replace(layout, expert=1, zero=2), SMALL).shard.reshard_after_forward is False
+
+
+def test_every_layout_with_experts_is_a_plan_of_all_gpus() -> None:
+    mixture = replace(SMALL, experts=8, topk=2, moe_ffn=4096)
+    found = list(families(mixture, 16, 64))
+    assert {layout.expert for layout in found} == {1, 2, 4, 8}
+    assert all(to_plan(layout, mixture).axes.world_size == 16 for layout in found)
 
 
 @pytest.mark.slow

@@ -76,7 +76,10 @@ class RunLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a training program does, apart from the layout: facts, none of them fitted."""
+    """What a training program does, apart from the layout: facts of its release.
+
+    `workspace_gib` and `fragments` are its overhead, from the memory that its runs print.
+    """
 
     flash: int = 2
     """Attention without a stored matrix of scores: FlashAttention 1 or 2, or 3 where the kernel was

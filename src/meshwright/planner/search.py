@@ -98,7 +98,7 @@ def _divisors(count: int, most: int) -> list[int]:
     return [size for size in range(1, min(count, most) + 1) if count % size == 0]
 
 
-def _families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
+def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
     """All degrees: layouts that differ in no size of a weight, of one rank's or of all."""
     for tensor in _divisors(math.gcd(shape.heads, shape.kv_heads or shape.heads), 64):
         for pipeline in _divisors(gpus, shape.layers):
@@ -138,7 +138,7 @@ def best_layouts(
     searcher = _Searcher(shape, hardware, software, constants, capacity, batch, bytes)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
-    for family in _families(shape, gpus, batch):
+    for family in families(shape, gpus, batch):
         for seconds, memory, choice in searcher.estimates(family):
             bucket = int(16 * memory / capacity)
             is_first = bucket not in front or seconds < front[bucket][0]

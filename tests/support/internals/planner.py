@@ -18,7 +18,7 @@ __getattr__ = names_inside(
         "meshwright.planner.plans": "answer, to_plan",
         "meshwright.planner.published": "published_runs",
         "meshwright.planner.scoring": "ranking",
-        "meshwright.planner.search": "OURS, neighbors",
+        "meshwright.planner.search": "OURS, families, neighbors",
         "meshwright.planner.shapes": "from_config",
         "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
     }
