@@ -32,7 +32,8 @@ class Answer:
 
 def to_plan(layout: RunLayout, shape: ModelShape, modules: str = "model.layers") -> Plan:
     """The plan of a layout; ``modules``: the list of layers in the model, for recomputing."""
-    # Ranks of axis expert read batches of their own, as those of other data axes do.
+    # Ranks of axis expert read batches of their own, as those of other data axes do: as many
+    # replicas as divide them, and the rest of axis shard.
     of_replicas = math.gcd(layout.expert, layout.replicate)
     sizes = {
         "pipeline": layout.pipeline,

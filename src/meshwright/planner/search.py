@@ -108,8 +108,6 @@ def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
                     continue
                 for expert in _divisors(math.gcd(shape.experts or 1, data), data):
                     for shard in _divisors(data, data):
-                        if shard % (expert // math.gcd(expert, data // shard)):
-                            continue
                         for zero in (0,) if shard == 1 else (3,) if pipeline > 1 else (2, 3):
                             yield RunLayout(
                                 replicate=data // shard,
