@@ -37,6 +37,7 @@ class Score:
 
     @property
     def time_rows(self) -> int:
+        """Runs whose time was scored."""
         return sum(map(len, self.times.values()))
 
     def last_line(self) -> str:

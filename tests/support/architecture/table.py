@@ -72,7 +72,7 @@ ROOM_LINES: dict[str, int] = {
     "mesh": 7,
     "pipelining": 7987,
     "plan": 405,
-    "planner": 2507,
+    "planner": 2512,
     "precision": 79,
     "randomness": 1114,
     "recipes": 3714,
