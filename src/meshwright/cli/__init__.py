@@ -1,5 +1,5 @@
-"""The command line: ``meshwright train``, ``compare``, ``report``, ``doctor``, ``simulate``,
-``checkpoint verify``, ``show``, ``diff``, ``export``, ``import``.
+"""The command line: ``meshwright train``, ``compare``, ``report``, ``doctor``, ``plan``,
+``simulate``, ``checkpoint verify``, ``show``, ``diff``, ``export``, ``import``.
 
 Exit status: 0 for success, 1 when a run or a check failed or two runs differ, 2 when a command or a
 configuration is wrong (before any process starts), 128 plus the signal's number when a signal ended
@@ -12,6 +12,7 @@ Bottom-up:
     compare
     doctor
     report
+    plan
     simulate
     checkpoint
     commands    all of them by name

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "compare": ("CompareCommand", "Name the first tensor in which two runs differ."),
         "doctor": ("DoctorCommand", "Show what this machine offers, and what to fix."),
         "report": ("ReportCommand", "Draw a run as a page for a browser."),
+        "plan": ("PlanCommand", "Say which layouts of a model fit, and how fast they are."),
         "simulate": ("SimulateCommand", "Draw a pipeline schedule, its idle time and its memory."),
         "checkpoint verify": ("VerifyCommand", "Verify every byte of a checkpoint."),
         "checkpoint show": ("ShowCommand", "Show the tensors and values of a checkpoint."),

@@ -1,0 +1,66 @@
+"""``meshwright plan``; it starts without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshwright.errors import PlanError
+from meshwright.planner.hardware import hardware_names, load_hardware
+from meshwright.planner.plans import answer
+from meshwright.planner.scoring import score
+from meshwright.planner.shapes import model_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Say which layouts of a model fit, how fast they are, and why, without running any.
+
+    Prints the best plan as TOML, the layouts that no other beats in both time and memory, and what
+    is wrong with the best one's neighbors. No GPU is needed.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
+    """A Hugging Face config.json, or a TOML of a model's sizes."""
+    gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """Number of GPUs."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
+    """A shipped machine, or a TOML file of one; list shows the names."""
+    batch: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Sequences of a step; 0 means 4 million tokens."""
+    seq: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Tokens of a sequence; 0 means the model's own."""
+    fit_only: bool = False
+    """Only say whether a layout fits; the exit status is 1 if none does."""
+    write: Annotated[str, tyro.conf.arg(metavar="FILE.toml")] = ""
+    """Write the best plan to a file."""
+    data: Annotated[str, tyro.conf.arg(metavar="FILE.json")] = ""
+    """Score the planner on a file of published runs instead."""
+    leave_out: bool = False
+    """With --data: fit the constants anew without the source that they score."""
+
+    def run(self, words: list[str]) -> int:
+        if self.data:
+            print("\n".join(score(self.data, leave_out=self.leave_out).lines()))
+            return 0
+        if self.hardware == "list":
+            print("\n".join(hardware_names()))
+            return 0
+        if not self.model:
+            raise PlanError("expected a MODEL: a config.json, or a TOML of a model's sizes")
+        for name, value in (("--gpus", self.gpus), ("--batch", self.batch + 1)):
+            if not 0 < value < 10_000_000:
+                raise PlanError(
+                    f"{name}: expected 1 to 10,000,000, found {getattr(self, name[2:])}"
+                )
+        if self.seq < 0:
+            raise PlanError(f"--seq: expected at least 0, found {self.seq}")
+        shape = model_shape(self.model, self.seq or None)
+        found = answer(shape, self.gpus, load_hardware(self.hardware), self.batch)
+        print("\n".join(found.fit_lines if self.fit_only else found.lines))
+        if found.toml and self.write:
+            Path(self.write).write_text(found.toml)
+        return 0 if found.toml else 1

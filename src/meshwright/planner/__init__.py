@@ -1,0 +1,62 @@
+"""The planner: what fits and how fast, before a run, and why. Nothing here imports torch.
+
+Bottom-up:
+
+    hardware   one kind of machine, and the shipped ones
+    shapes     the sizes of a decoder, from a configuration
+    layouts    how a run lays a model over its GPUs, and what its program does
+    constants  what no data sheet says, with ranges and sources
+    network    collectives by topology
+    kernels    seconds of a layer
+    memory     bytes of a rank
+    steps      seconds of a step
+    search     the best layouts, and why not the others
+    plans      the answer in words, and as a `Plan`
+    software   what programs of published runs do
+    published  published runs as questions
+    fitting    constants from answers
+    scoring    errors by source
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.planner.hardware import Hardware, load_hardware
+    from meshwright.planner.scoring import Score, score
+    from meshwright.planner.search import best_layouts
+    from meshwright.planner.shapes import ModelShape, model_shape
+
+_HOME = MappingProxyType(
+    {
+        "Hardware": "hardware",
+        "ModelShape": "shapes",
+        "Score": "scoring",
+        "best_layouts": "search",
+        "load_hardware": "hardware",
+        "model_shape": "shapes",
+        "score": "scoring",
+    }
+)
+__all__ = [
+    "Hardware",
+    "ModelShape",
+    "Score",
+    "best_layouts",
+    "load_hardware",
+    "model_shape",
+    "score",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,128 @@
+"""The search: no layout that fits is faster, refusals say why, and it is quick."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from meshwright import Plan
+from meshwright.planner import ModelShape, best_layouts, load_hardware
+from support.internals.planner import (
+    GIB,
+    OURS,
+    Constants,
+    RunLayout,
+    answer,
+    families,
+    neighbors,
+    rank_memory,
+    step_time,
+    to_plan,
+)
+
+H100 = load_hardware("h100")
+SMALL = ModelShape(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, vocab=32000, seq=2048)
+LARGE = ModelShape(
+    layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=8192
+)
+
+
+def test_no_layout_that_fits_is_faster() -> None:
+    found = best_layouts(SMALL, 8, H100, batch=64)
+    assert found.best is not None
+    for tensor, pipeline, micro in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
+        data = 8 // (tensor * pipeline)
+        if not data or 64 % (data * micro):
+            continue
+        for shard, zero in {(1, 0), (data, 3 if data > 1 else 0)}:
+            layout = RunLayout(
+                replicate=data // shard,
+                shard=shard,
+                zero=zero,
+                tensor=tensor,
+                sequence=tensor > 1,
+                pipeline=pipeline,
+                micro=micro,
+                microbatches=64 // (data * micro),
+            )
+            if rank_memory(SMALL, layout, OURS).total > 0.9 * 80 * GIB:
+                continue
+            seconds = step_time(SMALL, layout, H100, OURS, Constants(), replay=True).total
+            assert seconds >= 0.98 * found.best.time.total, layout
+
+
+def test_each_of_the_pareto_set_takes_longer_and_needs_less() -> None:
+    found = best_layouts(SMALL, 8, H100, batch=64)
+    assert found.best is found.pareto[0]
+    for one, other in itertools.pairwise(found.pareto):
+        assert other.time.total >= one.time.total
+        assert other.memory.total < one.memory.total
+    assert all(c.layout.gpus == 8 and c.layout.batch == 64 for c in found.pareto)
+
+
+def test_neighbors_say_what_is_wrong_with_them() -> None:
+    found = best_layouts(LARGE, 1024, H100, batch=512)
+    lines = neighbors(found, LARGE, H100, 512)
+    assert any("of 80 GiB" in line for line in lines)
+    assert any("%, " in line and " s" in line for line in lines)
+
+
+def test_where_nothing_fits_the_category_is_named() -> None:
+    found = answer(LARGE, 8, H100, 64)
+    assert found.toml == ""
+    assert "nothing fits" in found.lines[0]
+    assert "of 80 GiB" in found.lines[0]
+    assert any(name in found.lines[0] for name in ("weights", "optimizer", "gradients", "units"))
+    odd = answer(SMALL, 17, H100, 64)
+    assert "divides" in odd.lines[0]
+
+
+def test_the_answer_is_a_plan() -> None:
+    found = answer(SMALL, 8, H100, 64)
+    assert Plan.from_toml(found.toml).axes.world_size == 8
+    assert "fits" in found.fit_lines[0]
+
+
+def test_degrees_of_a_layout_are_axes_of_its_plan() -> None:
+    layout = RunLayout(
+        replicate=4, shard=2, zero=3, tensor=2, pipeline=2, expert=8, microbatches=4,
+        recompute="full", recompute_share=1.0,
+    )  # fmt: skip
+    plan = to_plan(layout, SMALL)
+    assert plan.axes.mapping() == {"pipeline": 2, "expert": 8, "tensor": 2}
+    assert plan.axes.world_size == layout.gpus
+    assert plan.pipeline.microbatches == 4
+    assert plan.train.recompute == ("model.layers.*",)
+    assert to_plan(replace(layout, expert=1, zero=2), SMALL).shard.reshard_after_forward is False
+
+
+def test_every_layout_with_experts_is_a_plan_of_all_gpus() -> None:
+    mixture = replace(SMALL, experts=8, topk=2, moe_ffn=4096)
+    found = list(families(mixture, 16, 64))
+    assert {layout.expert for layout in found} == {1, 2, 4, 8}
+    assert all(to_plan(layout, mixture).axes.world_size == 16 for layout in found)
+
+
+@pytest.mark.slow
+def test_thousands_of_gpus_are_searched_in_seconds() -> None:
+    start = time.process_time()
+    found = best_layouts(LARGE, 16384, H100, batch=2048)
+    assert found.considered >= 300_000
+    assert found.best is not None
+    assert time.process_time() - start < 10
+
+
+def test_the_planner_starts_without_torch_and_soon() -> None:
+    program = (
+        "import sys, time; start = time.process_time(); import meshwright.planner.search; "
+        "print(time.process_time() - start, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    seconds, has_torch = done.stdout.decode().split()
+    assert has_torch == "False"
+    assert float(seconds) < 0.3

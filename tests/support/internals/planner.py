@@ -1,0 +1,25 @@
+"""Names inside of `meshwright.planner`."""
+
+from __future__ import annotations
+
+from support.internals import names_inside
+
+__getattr__ = names_inside(
+    {
+        "meshwright.planner.constants": "Constants, priors, ranges",
+        "meshwright.planner.fitting": "fit, linearize",
+        "meshwright.planner.hardware": "hardware_names",
+        "meshwright.planner.kernels": "Kernels, PassTimes",
+        "meshwright.planner.layouts": (
+            "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
+        ),
+        "meshwright.planner.memory": "GIB, flights, layer_activations, rank_memory",
+        "meshwright.planner.network": "Group",
+        "meshwright.planner.plans": "answer, to_plan",
+        "meshwright.planner.published": "published_runs",
+        "meshwright.planner.scoring": "ranking",
+        "meshwright.planner.search": "OURS, families, neighbors",
+        "meshwright.planner.shapes": "from_config",
+        "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
+    }
+)
