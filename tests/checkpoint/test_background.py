@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_saved_in_the_foreground_and_said_once(
         assert pending.done() and pending.staged == 0 and pending.wait().is_dir()
         assert checkpoint.finish() is None
         assert_equal(load_tensors(pending.path).tensors, small(step))
-    assert caplog.text.count("saved in the foreground: to stage a save, rank 0 needs") == 1
+    assert caplog.text.count("saved in the foreground, as a copy does not fit: rank 0 needs") == 1
 
 
 PROGRAM = """

@@ -260,8 +260,8 @@ class Bypassed(TinyTransformer):
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
-        (Doubled, ValueError, "changes its logits after the head, otherwise than by scale = 1"),
-        (Capped, ValueError, "softcap = None, so that their loss is another one"),
+        (Doubled, ValueError, "changes its logits by more than scale = 1"),
+        (Capped, ValueError, "softcap = None, which a loss in chunks would miss"),
         (Twice, RuntimeError, "was called twice in one forward"),
         (Bypassed, TypeError, "its head was not called"),
     ],
