@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_saved_in_the_foreground_and_said_once(
         assert pending.done() and pending.staged == 0 and pending.wait().is_dir()
         assert checkpoint.finish() is None
         assert_equal(load_tensors(pending.path).tensors, small(step))
-    assert caplog.text.count("saved in the foreground: to stage a save, rank 0 needs") == 1
+    assert caplog.text.count("saved in the foreground, as a copy does not fit: rank 0 needs") == 1
 
 
 PROGRAM = """
@@ -308,6 +308,7 @@ def test_ranks_write_in_the_background_what_they_write_in_the_foreground(tmp_pat
     assert names == ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(3))]
 
 
+@pytest.mark.usefixtures("staging_of_each_thread")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("quota", [0, 900])
@@ -324,6 +325,7 @@ def test_one_rank_fails_and_all_say_which(tmp_path: Path, rank: int, quota: int)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("staging_of_each_thread")
 def test_the_ranks_exchange_how_far_they_are_and_do_not_wait(tmp_path: Path) -> None:
     storage = HeldStorage()
 

@@ -67,7 +67,10 @@ def table() -> str:
     rows = [cells[at : at + COLUMNS] for at in range(0, len(cells), COLUMNS)]
     head = [["folder"] * COLUMNS, ["---"] * COLUMNS]
     notes = (f"\n({number}) `{reason}`\n" for number, reason in enumerate(reasons, start=1))
-    return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows)) + "".join(notes)
+    counts = (
+        f"\n{len(known) - len(refused)} train as one process does, {len(refused)} are refused:\n"
+    )
+    return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows)) + counts + "".join(notes)
 
 
 def train(names: Sequence[str], axis: str) -> int:

@@ -148,7 +148,7 @@ def begin(request: SaveRequest) -> PendingSave:
             return pending
         if not staging().has_warned and request.group.rank == 0:
             staging().has_warned = True
-            _log.warning("saved in the foreground: to stage a save, %s", lacks[0])
+            _log.warning("saved in the foreground, as a copy does not fit: %s", lacks[0])
         staging().blocks.clear()
         write_together(request, writes, torso)
         pending.end()

@@ -25,12 +25,12 @@ from meshwright.composition.expert_rules import expert_split, expert_styles, for
 from meshwright.composition.laying_out import (
     GivenParameters,
     apply_dropout,
+    chunk_loss,
     compiled,
     cut_over_tensor,
     equalize,
     is_drawn_in_parts,
     is_on_meta,
-    lose_in_chunks,
     moved_to,
     place,
     recompute_modules,
@@ -108,7 +108,7 @@ def parallelize(
     peers = LayoutCommunicators.of(plan, everyone)
     given = GivenParameters(model)
     origins = tuple(_origins(model, plan))
-    lose_in_chunks(model, plan)
+    chunk_loss(model, plan)
     if plan.axes.size("pipeline") > 1:
         return pipelined(model, plan, optimizer, loss, inputs, peers, given, origins)
     if not (is_empty and is_drawn_in_parts(plan)):

@@ -158,7 +158,7 @@ def _head_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             key,
             f"loss_chunk = {rows}: {type(model).__name__} has no layer, or several, that may "
             "compute its logits (its output embeddings, or one called lm_head, head or "
-            "embed_out): call meshwright.losses.in_chunks(model, head=...) in place of it",
+            "embed_out): call meshwright.losses.in_chunks(model, head=...) instead",
         )
         return
     for name in recomputed(model, plan):

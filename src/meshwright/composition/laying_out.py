@@ -138,7 +138,7 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
     return draws
 
 
-def lose_in_chunks(model: nn.Module, plan: Plan) -> None:
+def chunk_loss(model: nn.Module, plan: Plan) -> None:
     """Have the head of ``model`` compute the loss of a target, if the plan says so."""
     if plan.train.loss_chunk is None:
         return

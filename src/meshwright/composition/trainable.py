@@ -456,8 +456,8 @@ class Trainable:
             drawing = partial(self._draws.microbatch, first, range(first, first + size))
         with phase("forward", step=self.steps + 1, computes=True), drawing(), around():
             chunked = self._chunked
-            losing = contextlib.nullcontext() if chunked is None else chunked.expecting(target)
-            with self._autocast(), losing:
+            labeled = contextlib.nullcontext() if chunked is None else chunked.expecting(target)
+            with self._autocast(), labeled:
                 output = call_module(self.module, batch)
                 if split is not None and self.steps == 0:
                     split.watch_loss(output, target, self._late)

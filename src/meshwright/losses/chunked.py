@@ -80,12 +80,12 @@ class ChunkedHead:
             self.labels = before
 
     @not_traced
-    def lose(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the loss of this rank's rows, and return logits without rows."""
         if self.labels is None or self.terms is not None:
             raise RuntimeError(
                 "the head of a model in chunks was called twice in one forward, with labels for "
-                "one call: leave in_chunks, or [train] loss_chunk, out"
+                "one call: train this model without in_chunks ([train] loss_chunk)"
             )
         rows = hidden if self.scale == 1.0 else hidden * self.scale
         if isinstance(head, ColumnLinear):
@@ -136,7 +136,7 @@ class ChunkedHead:
         return row.view([1] * (len(shape) - 1) + [-1])
 
     def _check(self, logits: torch.Tensor) -> None:
-        """Raise ValueError if the model has changed logits otherwise than by scale and softcap."""
+        """Raise ValueError if the model has changed logits by more than its scale and softcap."""
         expected = self._row(list(logits.shape), logits) * self.scale
         cap = self.options.softcap
         if cap is not None:
@@ -144,9 +144,9 @@ class ChunkedHead:
         error = (logits.detach() - expected).abs().max()
         if not error <= 16 * torch.finfo(logits.dtype).eps * expected.abs().max():
             raise ValueError(
-                "in_chunks: the model changes its logits after the head, otherwise than by "
-                f"scale = {self.scale:g} and softcap = {cap}, so that their loss is another one. "
-                "Give in_chunks its softcap, or leave in_chunks, or [train] loss_chunk, out"
+                "in_chunks: after the head, the model changes its logits by more than "
+                f"scale = {self.scale:g} and softcap = {cap}, which a loss in chunks would miss. "
+                "Pass its softcap to in_chunks, or train without in_chunks ([train] loss_chunk)"
             )
         self.is_checked = True
 
@@ -174,7 +174,7 @@ def in_chunks(
 
     Raises ValueError for a head that is no Linear or is in chunks, and for a model that computes
     another loss from its labels; in the first forward, for one that changes its logits after the
-    head otherwise than by a scale or softcap of its config.
+    head by more than a scale or softcap of its config.
 
     >>> model = in_chunks(LlamaForCausalLM(config)).train()
     >>> total, count = model(input_ids=tokens, labels=tokens).loss_terms
@@ -241,7 +241,7 @@ def chunked_heads(module: nn.Module) -> dict[str, ChunkedHead]:
 def _head(head: nn.Linear, state: ChunkedHead, input: torch.Tensor) -> torch.Tensor:
     if state.labels is None:
         return type(head).forward(head, input)  # of its class now: a style may have changed it
-    return state.lose(head, input)
+    return state.compute_loss(head, input)
 
 
 @inlined
