@@ -225,6 +225,8 @@ class _Side:
         memory: dict[_Place, Tensor] = {}
         tensors: list[pieces.Held] = []
         for name, tensor in weights.tensors.items():
+            if tensor.is_meta:
+                raise ValueError(f"{name!r} is on the meta device: give it memory, as by to_empty")
             boxes = {box: part for box, part in held_boxes(tensor, name) if box.numel}
             memory |= {(called[name], box): part for box, part in boxes.items()}
             dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype

@@ -101,6 +101,8 @@ def test_several_optimizers_are_one() -> None:
     for number, values in expected["state"].items():
         for key, value in values.items():
             assert torch.equal(found["state"][number][key], value)
+    with pytest.raises(TypeError, match="no optimizer of the list would step it"):
+        one.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         as_one([muon, torch.optim.SGD([muon.param_groups[0]["params"][0]])])
 
@@ -200,6 +202,25 @@ def test_four_ranks_train_as_one_process(ranks: Ranks, layout: str, kind: str) -
     ranks(4, body_trains, layout, kind)
 
 
+def body_same_bits(layout: str) -> None:
+    """All ranks read the same, so that the mean of their gradients is that of one."""
+    one, model = mlp(), LAYOUTS[layout](mlp())
+    pair = [factory("own")(one.parameters()), factory("own", model)(model.parameters())]
+    for step in range(3):
+        for each, optimizers in zip((one, model), pair, strict=True):
+            loss_of(each(batch(step))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for expected, mine in zip(one.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(mine), expected)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_equal_gradients_give_equal_bits(ranks: Ranks, layout: str) -> None:
+    ranks(2, body_same_bits, layout)
+
+
 # ------------------------------------------------------------------------------- what is sent
 
 
@@ -296,6 +317,8 @@ def body_writes() -> None:
         assert step(write) == ["weights to owners", *two]
         assert step(lambda: None) == two
     assert step(lambda: weight.data.copy_(weight.detach())) == two  # the same bits
+    step(lambda: model.to("cpu"))  # torch swaps the parameters, to which no weak reference may be
+    assert sharers_of(weight)[0] is not None
     for write in (lambda: weight.data.mul_(2.0), lambda: torch._foreach_mul_([weight], 2.0)):
         with raises_by_now(LayoutError, match="'0.weight' has changed since .* param.copy_"):
             step(write)

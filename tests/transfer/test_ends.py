@@ -211,6 +211,18 @@ def test_stages_that_have_copies_of_one_tensor(ranks: Ranks) -> None:
     ranks(2, body_refused)
 
 
+def test_a_receiver_without_memory(ranks: Ranks) -> None:
+    def body() -> None:
+        if communicator().rank == 0:
+            with pytest.raises(RankFailedError, match="rank 1 failed first"):
+                Publisher(model_of(0)).publish(1)
+        else:
+            with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device"):
+                Receiver(model_of(0).to("meta")).receive()
+
+    ranks(2, body)
+
+
 def test_names_that_are_no_function() -> None:
     with pytest.raises(ValueError, match="names: expected 'model' or a function of a name"):
         Publisher(nn.Linear(1, 1), names="hf")
