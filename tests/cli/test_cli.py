@@ -118,7 +118,7 @@ def started(*words: str, shown: str = "step 2/") -> Iterator[subprocess.Popen[st
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected a command: train, compare, doctor, report, simulate, checkpoint verify"),
+        ([], "expected a command: train, compare, doctor, report, plan, simulate"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
         (["train"], "meshwright train: Missing from meshwright train: CONFIG.toml"),
