@@ -29,8 +29,8 @@ class Hardware:
     """Dense bf16 rate of the data sheet: the denominator of MFU."""
     matmul_tflops: Positive
     """The largest rate that matrix products were measured at, in bf16."""
-    matmul_fp8_tflops: float | None = None
-    matmul_fp4_tflops: float | None = None
+    matmul_fp8_tflops: Positive | None = None
+    matmul_fp4_tflops: Positive | None = None
     memory_gbps: Positive
     """Rate of the GPU's own memory."""
     processors: Annotated[int, AtLeast(1)] = 108
