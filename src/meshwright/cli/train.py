@@ -32,7 +32,7 @@ from meshwright.gradients import call_module
 from meshwright.integrations.trackers import tracker_of
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.loop import RunOutcome, carrier, nats, train
+from meshwright.recipes.loop import RunOutcome, carrier, nats, train, use_text
 from meshwright.recipes.run_folder import (
     describe_run,
     folder_of,
@@ -215,6 +215,11 @@ def _summary(outcome: RunOutcome) -> list[str]:
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
         f"{carrier(outcome.backend)}, {minutes}:{seconds:02} now, "
         f"{outcome.tokens_per_second:,.0f} {unit}/s"
+        + (
+            f", {use}"
+            if (use := use_text(outcome.flops_per_second, outcome.mfu, outcome.hfu))
+            else ""
+        )
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [

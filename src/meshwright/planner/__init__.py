@@ -2,10 +2,11 @@
 
 Bottom-up:
 
+    constants  what no data sheet says, with ranges and sources
     hardware   one kind of machine, and the shipped ones
+    utilization  MFU and HFU
     shapes     the sizes of a decoder, from a configuration
     layouts    how a run lays a model over its GPUs, and what its program does
-    constants  what no data sheet says, with ranges and sources
     network    collectives by topology
     kernels    seconds of a layer
     memory     bytes of a rank

@@ -91,9 +91,10 @@ class RunProgress:
             self._task = display.add_task("train", total=steps, completed=done, detail="starting")
             display.start()
 
-    def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Show that ``step`` is done, with ``left`` seconds to go."""
-        detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {_clock(left)} left"
+    def step(self, step: int, *, loss: float, speed: float, left: float, use: str = "") -> None:
+        """Show that ``step`` is done, with ``left`` seconds to go; ``use`` follows the speed."""
+        use = f"{use}  " if use else ""
+        detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {use}{_clock(left)} left"
         if self._display is not None:
             self._display.update(self._task, completed=step, detail=detail)
         elif step % self._every == 0 or step == self._steps:

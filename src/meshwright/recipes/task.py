@@ -32,19 +32,23 @@ from meshwright import checkpoint
 from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import Communicator
 from meshwright.composition import Loss
-from meshwright.composition.checks import DROPOUTS
+from meshwright.composition.checks import DROPOUTS, recomputed
 from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
+from meshwright.planner.utilization import Work, work_of
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
-from meshwright.recipes.usage import flops_a_token, flops_of
+from meshwright.recipes.usage import forward_flops
 from meshwright.settings import nearest
 from meshwright.torch_internals.trees import tree_map
+
+_EXAMPLES = 2
+"""Samples of the example that a model is tried with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class Task:
 
     def example(self, model: nn.Module) -> object:
         """Make a small batch of inputs, for layouts that trace or run the model once."""
-        indices = [0, min(1, len(self.data.training) - 1)]
+        indices = [min(index, len(self.data.training) - 1) for index in range(_EXAMPLES)]
         batch = self._reader(model)(self.data.training.batch(indices))[0]
         return (batch,) if isinstance(batch, Tensor) else batch
 
@@ -182,11 +186,15 @@ class Task:
         _, targets = data.validation.batch(data.validation_sample(options.validation_windows))
         return unigram_loss(cast(Windows, data.training).data, targets)
 
-    def flops(self, model: nn.Module) -> int:
-        """Count the floating-point operations per sample; 0 where they are not known."""
-        if self.config.is_byte_model:
-            return flops_a_token(self.config.model) * self.data.size
-        return 0 if self.data.unit == "sample" else flops_of(model) * self.data.size
+    def work(self) -> Work:
+        """Count the operations of a step; 0 where they are not known."""
+        model = sketch(self.config)
+        held = next(model.parameters(), torch.empty(0, device="cpu"))
+        example = to_device(self.example(model), held.device, held.dtype)
+        positions = 0 if self.data.unit == "sample" else _EXAMPLES * self.data.size
+        found = forward_flops(model, example, positions)
+        work = work_of(found, recomputed(model, self.config.plan))
+        return work.times(self.config.data.batch_size / _EXAMPLES)
 
     def export(self, path: Path, world: Communicator) -> None:
         """Write the weights of the checkpoint ``path`` to [run] export; all ranks call it."""

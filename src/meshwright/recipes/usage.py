@@ -1,4 +1,4 @@
-"""Memory of a run by category, and the floating-point operations of its model per token."""
+"""Memory of a run by category, and the floating-point operations of its model's forward."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.comm import Clock, Communicator
+from meshwright.comm import Communicator
 from meshwright.comm.streams import is_host
 from meshwright.composition import Trainable
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
+from meshwright.gradients import call_module
 from meshwright.torch_internals import tensors
-
-_LONG_ENOUGH = 0.02
-_LARGEST = 16384
 
 
 def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
@@ -75,37 +72,40 @@ def _bytes(values: Iterable[object]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def flops_a_token(config: ModelConfig) -> int:
-    """Count the floating-point operations per token, forward and backward.
+def forward_flops(model: nn.Module, example: object, positions: int) -> dict[str, float]:
+    """Count the operations of each module's forward of ``example``; ``""`` is the model.
 
-    Six for each parameter that multiplies (not those of the embedding), and 12 x layers x dim x
-    context for attention (Chowdhery et al., PaLM, 2022, appendix B).
+    Where a forward needs values, which tensors on meta lack, two count for each parameter and one
+    of ``positions``, of experts for those that a token passes; attention is left out then.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config)
-    parameters = sum(each.numel() for each in model.parameters())
-    if not config.tied:  # a tied embedding multiplies, as the head
-        parameters -= model.embedding.weight.numel()
-    return 6 * parameters + 12 * config.layers * config.dim * config.context
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            call_module(model, example)
+    except Exception:
+        return _by_parameters(model, positions)
+    found = {name: float(sum(by.values())) for name, by in counter.get_flop_counts().items()}
+    outer = f"{type(model).__name__}."
+    inner = {name.removeprefix(outer): n for name, n in found.items() if name.startswith(outer)}
+    return {**inner, "": found.get("Global", 0.0)}
 
 
-def flops_of(model: nn.Module) -> int:
-    """Count operations per token for any model: six for each parameter outside of embeddings.
-
-    The cost of attention, which grows with the context, is unknown here and not counted.
-    """
-    tables = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)]
-    return 6 * max(0, sum(each.numel() for each in model.parameters()) - sum(tables))
-
-
-def matrix_flops(device: torch.device, dtype: str) -> float:
-    """Measure the floating-point operations a second of a large matrix product of ``dtype``."""
-    clock, size = Clock(device), 256
-    while True:
-        matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=device)
-        matrix @ matrix
-        start, _, end = clock.mark(), matrix @ matrix, clock.mark()
-        took = end.seconds() - start.seconds()
-        if took >= _LONG_ENOUGH or size >= _LARGEST:
-            return 2.0 * size**3 / took
-        size *= 2
+def _by_parameters(model: nn.Module, positions: int) -> dict[str, float]:
+    modules = dict(model.named_modules())
+    tops = (
+        getattr(m, key, 0) for m in modules.values() for key in ("top_k", "num_experts_per_tok")
+    )
+    top = next((top for top in tops if isinstance(top, int) and top), 0)
+    own: dict[str, float] = {}
+    for name, module in modules.items():
+        count = (
+            0
+            if isinstance(module, nn.Embedding)
+            else sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        )
+        experts = getattr(module, "num_experts", 0)
+        share = top / experts if experts and top and not isinstance(module, nn.Linear) else 1.0
+        own[name] = 2.0 * positions * count * share
+    return {
+        name: sum(n for inner, n in own.items() if not name or f"{inner}.".startswith(f"{name}."))
+        for name in own
+    }

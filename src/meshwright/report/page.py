@@ -24,11 +24,12 @@ _ZOOM = (
 )
 
 _MFU = (
-    "MFU (model FLOPs utilization) is the number of floating-point operations a second that the "
-    "model needs, divided by the peak of all ranks' devices. A token needs 6 operations for each "
-    "parameter that multiplies (not the embedding's) and 12 x layers x width x context for "
-    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). The peak is [run] "
-    "peak_tflops, or the speed of one large matrix product on rank 0 when the run began."
+    "MFU = 3 F / (seconds x peak), HFU = (3 F + R) / (seconds x peak): F is the number of "
+    "floating-point operations of a step's forward, R those of them that recomputing does again, "
+    "and the peak that of all ranks' devices. F has 2 operations for each parameter and token that "
+    "it multiplies, and 4 x context x width for each token in a layer's attention, all keys "
+    "counted (Chowdhery et al., PaLM, 2022, appendix B). The peak of a device is [run] "
+    "peak_tflops, or its hardware file's, which meshwright plan --calibrate measures."
 )
 
 
@@ -129,7 +130,7 @@ def _curves(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[str]:
     if drawn:
         parts += [_CONTROLS, f'<div class="charts">{"".join(drawn)}</div>']
     parts += [f"<p>{html.escape(said)}.</p>" for said in constant]
-    if any("(MFU)" in chart.title for chart in found):
+    if any("MFU" in chart.title for chart in found):
         parts.append(f'<p class="note">{html.escape(_MFU)}</p>')
     return parts
 

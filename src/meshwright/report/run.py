@@ -88,5 +88,10 @@ def _facts(
         if took and unit in last:
             speed = last[unit] / last["step"] * len(steps) / took
             yield f"{unit} a second", f"{speed:,.0f}"
+    if isinstance(flops := known.get("flops_per_second"), float):
+        yield "operations of the model", f"{flops / 1e9:,.4g} GFLOP/s"
+    for key in ("mfu", "hfu"):
+        if isinstance(share := known.get(key), float):
+            yield key.upper(), f"{share:.1%}"
     if took:
         yield "time", f"{took:,.1f} s"
