@@ -14,6 +14,11 @@ SIZES = ("layers = 16", "hidden = 2048", "heads = 16", "ffn = 8192", "vocab = 32
 MODEL = "\n".join(SIZES)
 
 
+@pytest.fixture(autouse=True)
+def no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "model.toml").write_text(MODEL)

@@ -9,10 +9,13 @@ from typing import Annotated
 import tyro
 
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import hardware_names, load_hardware
+from meshwright.planner.hardware import calibrated_file, hardware_names, load_hardware
 from meshwright.planner.plans import answer
 from meshwright.planner.scoring import score
 from meshwright.planner.shapes import model_shape
+from meshwright.toml_source import dump
+
+_LONGEST = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,9 @@ class PlanCommand:
     """A Hugging Face config.json, or a TOML of a model's sizes."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
-    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """A shipped machine, or a TOML file of one; list shows the names."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """A shipped machine, or a TOML file of one; list shows the names. By default what --calibrate
+    has measured on this machine, else h100."""
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Sequences of a step; 0 means 4 million tokens."""
     seq: Annotated[int, tyro.conf.arg(metavar="N")] = 0
@@ -36,7 +40,11 @@ class PlanCommand:
     fit_only: bool = False
     """Only say whether a layout fits; the exit status is 1 if none does."""
     write: Annotated[str, tyro.conf.arg(metavar="FILE.toml")] = ""
-    """Write the best plan to a file."""
+    """Write the best plan, or what --calibrate measures, to a file."""
+    calibrate: bool = False
+    """Measure this machine and write its hardware file, which later plans and runs read."""
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 40.0
+    """With --calibrate: how long to measure."""
     data: Annotated[str, tyro.conf.arg(metavar="FILE.json")] = ""
     """Score the planner on a file of published runs instead."""
     leave_out: bool = False
@@ -49,6 +57,8 @@ class PlanCommand:
         if self.hardware == "list":
             print("\n".join(hardware_names()))
             return 0
+        if self.calibrate:
+            return self._calibrate()
         if not self.model:
             raise PlanError("expected a MODEL: a config.json, or a TOML of a model's sizes")
         for name, value in (("--gpus", self.gpus), ("--batch", self.batch + 1)):
@@ -59,8 +69,24 @@ class PlanCommand:
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
         shape = model_shape(self.model, self.seq or None)
-        found = answer(shape, self.gpus, load_hardware(self.hardware), self.batch)
+        default = str(calibrated_file()) if calibrated_file().exists() else "h100"
+        hardware = load_hardware(self.hardware or default)
+        found = answer(shape, self.gpus, hardware, self.batch)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:
             Path(self.write).write_text(found.toml)
         return 0 if found.toml else 1
+
+    def _calibrate(self) -> int:
+        if not 0 < self.seconds <= _LONGEST:
+            raise PlanError(f"--seconds: expected 0 to {_LONGEST}, found {self.seconds:g}")
+        from meshwright.doctor.calibration import calibrate  # which needs torch
+
+        path = Path(self.write) if self.write else calibrated_file()
+        if path.suffix != ".toml":
+            raise PlanError(f"--write: expected a .toml file, found {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = dump(calibrate(self.seconds))
+        path.write_text(text)
+        print(f"{text}# written to {path}")
+        return 0

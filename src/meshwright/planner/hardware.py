@@ -74,12 +74,12 @@ def calibrated_file() -> Path:
     return Path(cache, "meshwright", "hardware.toml")
 
 
-def this_machine(device: str) -> Hardware | None:
+def this_machine(device: str, *, calibrated: bool = True) -> Hardware | None:
     """Find the machine with ``device``, ``cpu`` or the name that CUDA gives a GPU, if known.
 
-    What `--calibrate` measured here comes first, then the shipped file of the GPU's name.
+    What was ``calibrated`` here comes first, then the shipped file of the GPU's name.
     """
-    if calibrated_file().exists():
+    if calibrated and calibrated_file().exists():
         found = read_file(calibrated_file(), Hardware)
         if found.name == device:
             return found

@@ -145,7 +145,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "integrations": _STRATEGIES | {"checkpoint"},
     "transfer": _STRATEGIES | {"checkpoint"},
     "recipes": _TOP | {"integrations"},
-    "doctor": _WHOLE,
+    "doctor": _WHOLE | {"planner"},
     "cli": _TOP | {"doctor", "integrations", "recipes"},
     "__main__": frozenset({"cli"}),
     "testing": _TOP,

@@ -8,7 +8,7 @@ __getattr__ = names_inside(
     {
         "meshwright.planner.constants": "Constants, priors, ranges",
         "meshwright.planner.fitting": "fit, linearize",
-        "meshwright.planner.hardware": "hardware_names",
+        "meshwright.planner.hardware": "calibrated_file, hardware_names, this_machine",
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
             "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
