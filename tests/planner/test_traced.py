@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright import PlanError
 from meshwright.gradients import call_module
-from meshwright.planner import trace_model
+from meshwright.planner import named_model, trace_model
 from meshwright.testing import MODELS
 from support.internals.recipes import LanguageModel, ModelConfig
 
@@ -67,7 +67,7 @@ def test_units_are_blocks_and_what_is_beside_them() -> None:
     ]
     block = trace.units[2]
     assert block.parameter_bytes == {"float32": 4 * block.parameters}
-    assert (block.output, block.width) == (8 * 32 * 4, 32)
+    assert (block.output, block.shape) == (8 * 32 * 4, (1, 8, 32))
     # A block that is recomputed keeps its input alone.
     assert block.saved["full"] == 8 * 32 * 4
     assert block.saved["full"] < block.saved["selective"] < block.saved["none"]
@@ -104,3 +104,51 @@ def test_a_trace_takes_no_memory() -> None:
     assert trace.parameters == 40 * (2**32 + 2**16)
     assert isinstance(trace.flops, Mapping)
     assert isinstance(trace.units, Sequence)
+
+
+def test_a_decoder_is_found_again_in_its_trace() -> None:
+    shape, trace = named_model("planner.test_traced:small", 64)
+    parameters = sum(p.numel() for p in small().parameters())
+    assert abs(shape.parameters - parameters) < 0.01 * parameters
+    assert trace.parameters == parameters
+    # The norm before the head counts as a row of it.
+    found = (shape.layers, shape.hidden, shape.seq, shape.vocab - 1, shape.tied)
+    assert found == (3, 64, 64, 256, False)
+    assert (shape.head_dim, shape.ffn) == (64, 256)
+    # Nothing is known of the heads, so that axis tensor has nothing to split.
+    assert shape.heads == 1
+    flops = shape.flops() * 64 / 3
+    assert flops == pytest.approx(trace.flops[""], rel=0.02)
+
+
+def small() -> nn.Module:
+    return LanguageModel(ModelConfig(layers=3, dim=64, heads=2))
+
+
+def rows() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64)), torch.zeros(5, 64)
+
+
+def words() -> str:
+    return "no module"
+
+
+def test_a_model_without_blocks_is_one_layer() -> None:
+    shape, _ = named_model("planner.test_traced:rows")
+    assert (shape.layers, shape.seq, shape.vocab) == (1, 1, 1)
+    # In bfloat16: what enters both layers, and what the ReLU returns is one of these.
+    assert shape.saved == 2 * (64 + 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("planner.test_traced:words", "it returned a str"),
+        ("planner.test_traced:none", "AttributeError"),
+        ("no_such_package:none", "no_such_package"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(PlanError, match="expected package.module:function") as caught:
+        named_model(name)
+    assert problem in str(caught.value)

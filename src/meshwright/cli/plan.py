@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from meshwright import planner
 from meshwright.errors import PlanError
 from meshwright.planner.hardware import hardware_names, load_hardware
 from meshwright.planner.plans import answer
@@ -24,7 +25,8 @@ class PlanCommand:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A Hugging Face config.json, or a TOML of a model's sizes."""
+    """A Hugging Face config.json, a TOML of a model's sizes, or package.module:function, which
+    returns a module and an example batch."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
@@ -50,7 +52,9 @@ class PlanCommand:
             print("\n".join(hardware_names()))
             return 0
         if not self.model:
-            raise PlanError("expected a MODEL: a config.json, or a TOML of a model's sizes")
+            raise PlanError(
+                "expected a MODEL: a config.json, a model's .toml, or package.module:function"
+            )
         for name, value in (("--gpus", self.gpus), ("--batch", self.batch + 1)):
             if not 0 < value < 10_000_000:
                 raise PlanError(
@@ -58,7 +62,10 @@ class PlanCommand:
                 )
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
-        shape = model_shape(self.model, self.seq or None)
+        if ":" in self.model:
+            shape, _ = planner.named_model(self.model, self.seq)
+        else:
+            shape = model_shape(self.model, self.seq or None)
         found = answer(shape, self.gpus, load_hardware(self.hardware), self.batch)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:

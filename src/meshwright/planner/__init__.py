@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
-    from meshwright.planner.traced import ModelTrace, UnitTrace, trace_model
+    from meshwright.planner.traced import ModelTrace, UnitTrace, named_model, trace_model
 
 _HOME = MappingProxyType(
     {
@@ -42,6 +42,7 @@ _HOME = MappingProxyType(
         "best_layouts": "search",
         "load_hardware": "hardware",
         "model_shape": "shapes",
+        "named_model": "traced",
         "score": "scoring",
         "trace_model": "traced",
     }
@@ -55,6 +56,7 @@ __all__ = [
     "best_layouts",
     "load_hardware",
     "model_shape",
+    "named_model",
     "score",
     "trace_model",
 ]

@@ -8,12 +8,16 @@ not import this file, which loads torch.
 from __future__ import annotations
 
 import contextlib
+import math
+import pkgutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +27,7 @@ from meshwright.composition.laying_out import blocks
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
 from meshwright.plan import match_names
+from meshwright.planner.shapes import ModelShape
 from meshwright.torch_internals.tensors import FLASH_ATTENTION, FakeTensorMode, storage_id
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
 
@@ -43,8 +48,8 @@ class UnitTrace:
     recomputed) and full."""
     output: int
     """Bytes of what it returns."""
-    width: int
-    """Size of the last dim of what it returns."""
+    shape: tuple[int, ...]
+    """Of the first tensor that it returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +62,6 @@ class ModelTrace:
     """Names of the units that are items of a list of equal modules."""
     flops: Mapping[str, int]
     """Of the forward, by module; ``""`` is the model."""
-    input_shape: tuple[int, ...]
-    """Of the example's first tensor."""
     keeps: tuple[tuple[frozenset[str], int], ...]
     """Each tensor that autograd saved: the modules that ran, and its storage."""
     inputs: Mapping[str, frozenset[int]]
@@ -115,7 +118,7 @@ class _TracedRun:
         self.running: list[str] = []
         self.keeps: list[tuple[frozenset[str], int]] = []
         self.inputs: dict[str, frozenset[int]] = {}
-        self.outputs: dict[str, tuple[int, int]] = {}
+        self.outputs: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.sizes: dict[int, int] = {}
         self._held: list[torch.UntypedStorage] = []  # so that no number is given twice
 
@@ -141,9 +144,8 @@ class _TracedRun:
     def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         name = self.running.pop()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        width = tensors[0].shape[-1] if tensors and tensors[0].ndim else 1
         size = sum(self.sizes[key] for key in self.storages(output))
-        self.outputs[name] = size, int(width)
+        self.outputs[name] = size, tuple(tensors[0].shape) if tensors else ()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         running = frozenset(self.running)
@@ -200,9 +202,81 @@ def trace_model(
             raise PlanError(
                 f"the model cannot be traced without memory: {type(error).__name__}: {said}"
             ) from error
-        first = next((t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)), None)
-        shape = () if first is None else tuple(first.shape)
-        return _traced(model, run, flops, shape)
+        return _traced(model, run, flops)
+
+
+def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
+    """The sizes of a model that ``package.module:function`` builds, and its trace in bfloat16.
+
+    The function returns a module and an example batch, or a module of tokens alone, which gets a
+    row of ``seq`` of them. Raises ``PlanError``.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        function = pkgutil.resolve_name(name)
+        with FakeTensorMode(), torch.device("meta"):
+            model, *given = _parts(function)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"it returned a {type(model).__name__}")
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PlanError(
+            f"MODEL {name!r}: expected package.module:function, which returns a module, or a "
+            f"module and an example batch; {said}"
+        ) from error
+    tokens = torch.empty(1, seq or 2048, dtype=torch.int64, device="meta")
+    example, build = given[0] if given else tokens, lambda: cast(nn.Module, _parts(function)[0])
+    twice = tree_map_only(torch.Tensor, _twice, example)
+    one = trace_model(build, example, compute="bfloat16")
+    return _shape(name, one, trace_model(build, twice, compute="bfloat16")), one
+
+
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor]) if tensor.ndim else tensor
+
+
+def _parts(function: Callable[[], object]) -> tuple[object, ...]:
+    made = function()
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
+    """The decoder that has as many parameters and operations, and keeps as much of a token.
+
+    ``two`` ran twice the batch of ``one``: what both keep alike is weights in bfloat16. A model
+    without blocks is a single one. Nothing is known of its heads, so no axis splits them.
+    """
+    blocks = [u for u in one.units if u.name in one.blocks or not one.blocks]
+    count, shape = len(one.blocks) or 1, next((u.shape for u in blocks if len(u.shape) > 1), ())
+    if not shape:
+        raise PlanError(f"MODEL {name!r}: no block of {one.name} returns a tensor of rows")
+    hidden, tokens = shape[-1], math.prod(shape[:-1])
+    seq = math.prod(shape[1:-1])
+    parameters = sum(u.parameters for u in blocks) / count
+    extra = sum(u.flops for u in blocks) / count / tokens - 2 * parameters
+    attended = max(1, round(extra / (4 * seq)))
+    rest = one.parameters - sum(u.parameters for u in blocks)
+    head = (one.flops[""] - sum(u.flops for u in blocks)) / tokens / 2
+    is_tied = rest < 1.5 * head
+    kept = (
+        sum(u.saved["none"] for u in trace.units if u.name in one.blocks or not one.blocks)
+        for trace in (one, two)
+    )
+    less, more = kept
+    return ModelShape(
+        name=name,
+        layers=count,
+        hidden=hidden,
+        heads=1,
+        head_dim=attended,
+        ffn=max(1, round((parameters - (4 * attended + 8) * hidden) / (2 * hidden))),
+        glu=False,
+        vocab=max(1, round(rest / hidden / (1 if is_tied else 2))),
+        seq=seq,
+        tied=is_tied,
+        saved=(more - less) / count / tokens,
+    )
 
 
 def _like(device: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -217,9 +291,7 @@ def _attention_flops(
     return 2 * batch * heads * length * key[-2] * (size + value[-1])
 
 
-def _traced(
-    model: nn.Module, run: _TracedRun, counted: FlopCounterMode, shape: tuple[int, ...]
-) -> ModelTrace:
+def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> ModelTrace:
     kind, flops = type(model).__name__, Counter[str]()
     for name, found in counted.get_flop_counts().items():
         if name.startswith(kind):
@@ -241,7 +313,6 @@ def _traced(
         units=(),
         blocks=listed,
         flops=MappingProxyType(dict(flops)),
-        input_shape=shape,
         keeps=tuple(run.keeps),
         inputs=MappingProxyType(run.inputs),
         sizes=MappingProxyType(run.sizes),
@@ -266,7 +337,7 @@ def _traced(
         parameters = {id(p): p for p in model.get_submodule(name).parameters()}
         mine_alone = [p for key, p in parameters.items() if key not in seen]
         seen |= parameters.keys()
-        size, width = run.outputs.get(name, (0, 1))
+        size, shape = run.outputs.get(name, (0, ()))
         found.append(
             UnitTrace(
                 name=name,
@@ -275,7 +346,7 @@ def _traced(
                 flops=flops[name] - (sum(flops[each] for each in children) if not name else 0),
                 saved=MappingProxyType(saved[name]),
                 output=size,
-                width=width,
+                shape=shape,
             )
         )
     return replace(trace, units=tuple(found))
