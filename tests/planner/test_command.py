@@ -51,6 +51,12 @@ def test_whether_it_fits_is_the_exit_status(
     assert "nothing fits" in capsys.readouterr().out
 
 
+def test_a_function_of_ones_own_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "planner.test_traced:small", "--gpus", "2", "--batch", "8", "--seq", "64"]
+    assert main(words) == 0
+    assert Plan.from_toml(capsys.readouterr().out).axes.world_size == 2
+
+
 def test_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--hardware", "list"]) == 0
     assert "h100" in capsys.readouterr().out.split()
@@ -68,6 +74,7 @@ def test_a_file_of_runs_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([], "expected a MODEL"),
         (["none.toml"], "none.toml"),
         (["none.json"], "none.json"),
+        (["no_such_package:build"], "no_such_package"),
         (["MODEL", "--gpus", "0"], "--gpus: expected 1 to"),
         (["MODEL", "--batch", "-3"], "--batch: expected"),
         (["MODEL", "--seq", "-3"], "--seq: expected"),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from meshwright import planner
 from meshwright.errors import PlanError
 from meshwright.planner.hardware import calibrated_file, hardware_names, load_hardware
 from meshwright.planner.plans import answer
@@ -27,7 +28,8 @@ class PlanCommand:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A Hugging Face config.json, or a TOML of a model's sizes."""
+    """A Hugging Face config.json, a TOML of a model's sizes, or package.module:function, which
+    returns a module and an example batch."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
@@ -60,7 +62,9 @@ class PlanCommand:
         if self.calibrate:
             return self._calibrate()
         if not self.model:
-            raise PlanError("expected a MODEL: a config.json, or a TOML of a model's sizes")
+            raise PlanError(
+                "expected a MODEL: a config.json, a model's .toml, or package.module:function"
+            )
         for name, value in (("--gpus", self.gpus), ("--batch", self.batch + 1)):
             if not 0 < value < 10_000_000:
                 raise PlanError(
@@ -68,7 +72,10 @@ class PlanCommand:
                 )
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
-        shape = model_shape(self.model, self.seq or None)
+        if ":" in self.model:
+            shape, _ = planner.named_model(self.model, self.seq)
+        else:
+            shape = model_shape(self.model, self.seq or None)
         default = str(calibrated_file()) if calibrated_file().exists() else "h100"
         hardware = load_hardware(self.hardware or default)
         found = answer(shape, self.gpus, hardware, self.batch)

@@ -1,4 +1,4 @@
-"""The planner: what fits and how fast, before a run, and why. Nothing here imports torch.
+"""The planner: what fits and how fast, before a run, and why. Only `traced` imports torch.
 
 Bottom-up:
 
@@ -17,6 +17,7 @@ Bottom-up:
     published  published runs as questions
     fitting    constants from answers
     scoring    errors by source
+    traced     any module, run once without memory
 """
 
 from __future__ import annotations
@@ -30,26 +31,35 @@ if TYPE_CHECKING:
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
+    from meshwright.planner.traced import ModelTrace, UnitTrace, named_model, trace_model
 
 _HOME = MappingProxyType(
     {
         "Hardware": "hardware",
         "ModelShape": "shapes",
+        "ModelTrace": "traced",
         "Score": "scoring",
+        "UnitTrace": "traced",
         "best_layouts": "search",
         "load_hardware": "hardware",
         "model_shape": "shapes",
+        "named_model": "traced",
         "score": "scoring",
+        "trace_model": "traced",
     }
 )
 __all__ = [
     "Hardware",
     "ModelShape",
+    "ModelTrace",
     "Score",
+    "UnitTrace",
     "best_layouts",
     "load_hardware",
     "model_shape",
+    "named_model",
     "score",
+    "trace_model",
 ]
 
 

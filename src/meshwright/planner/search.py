@@ -103,7 +103,7 @@ def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
         for pipeline in _divisors(gpus, shape.layers):
             for context in (1, 2, 4, 8, 16):
                 data, rest = divmod(gpus, tensor * pipeline * context)
-                if rest or not data or batch % data or shape.seq % (2 * context):
+                if rest or not data or batch % data or (context > 1 and shape.seq % (2 * context)):
                     continue
                 for expert in _divisors(math.gcd(shape.experts or 1, data), data):
                     for shard in _divisors(data, data):

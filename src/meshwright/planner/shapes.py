@@ -55,6 +55,8 @@ class ModelShape:
     v_dim: Count = 0
     window: Count = 0
     """Keys that each second layer sees; 0: all."""
+    saved: Annotated[float, AtLeast(0)] = 0.0
+    """Bytes that a layer keeps of one token, as traced; 0: by formula."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
