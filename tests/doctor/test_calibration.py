@@ -18,8 +18,14 @@ from support.internals.planner import Constants, calibrated_file, this_machine
 
 MODEL = "layers = 4\nhidden = 256\nheads = 4\nffn = 1024\nvocab = 256\nseq = 128\n"
 MEASURED = {
-    "bfloat16": 2e10, "float32": 5e10, "memory": 8e9, "links": 1e9, "half_size": 25.0,
-    "launch": 4e-6, "latency": 3e-4, "flash_second": 0.3,
+    "bfloat16": 2e10,
+    "float32": 5e10,
+    "memory": 8e9,
+    "links": 1e9,
+    "half_size": 25.0,
+    "launch": 4e-6,
+    "latency": 3e-4,
+    "flash_second": 0.3,
 }
 
 

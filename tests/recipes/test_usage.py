@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
+from meshwright.planner import trace_model
 from support.internals.planner import Work, work_of
-from support.internals.recipes import LanguageModel, ModelConfig, forward_flops
+from support.internals.recipes import LanguageModel, ModelConfig, flops_by_parameters
 
 # Layers, dim, hidden, context, vocabulary of the dense decoders below.
 L, D, H, S, V = 2, 16, 64, 32, 256
@@ -15,10 +18,13 @@ OF_LAYER = S * (2 * MATRICES + 4 * S * D)
 """Operations of a layer's forward of one window, by hand."""
 
 
-def counted(**options: object) -> dict[str, float]:
-    config = ModelConfig(layers=L, heads=2, dim=D, context=S, **options)
-    with torch.device("meta"):
-        return forward_flops(LanguageModel(config), (torch.zeros(3, S, dtype=torch.long),), 3 * S)
+def model(**options: object) -> LanguageModel:
+    return LanguageModel(ModelConfig(layers=L, heads=2, dim=D, context=S, **options))
+
+
+def counted(*, tied: bool = False) -> Mapping[str, float]:
+    example = torch.zeros(3, S, dtype=torch.long)
+    return trace_model(lambda: model(tied=tied), example).flops
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -41,7 +47,7 @@ def test_a_part_of_a_layer_that_recomputes_counts_alone() -> None:
 def test_experts_count_for_the_tokens_that_they_get() -> None:
     # Their forward needs values: attention is left out.
     matrices = 4 * D * D + 8 * D + 2 * (2 * D * H)  # router, and 2 of 8 experts
-    found = counted(experts=8, top_k=2)
+    found = flops_by_parameters(model(experts=8, top_k=2), 3 * S)
     assert found["layers.1"] == 3 * S * 2 * matrices
     assert found[""] == 2 * found["layers.1"] + 3 * S * 2 * D * V
 

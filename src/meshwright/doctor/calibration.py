@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.comm import Communicator
 from meshwright.doctor.collectives import answer_of
@@ -35,19 +34,18 @@ def calibrate(seconds: float) -> Hardware:
     found = answer_of(ranks, "cuda" if gpus else "cpu", str(seconds))
     if isinstance(found, str):
         raise LaunchError(f"this machine cannot be measured: {found}")
-    name, generation, processors = "cpu", "ampere", 1
-    memory, measured = memory_limit()[0] / ranks, {"product_ampere": 1.0}
+    name, memory, processors, major = "cpu", memory_limit()[0] / ranks, 1, 8
     if gpus:
         about = torch.cuda.get_device_properties(0)
         name, memory, processors = about.name, about.total_memory, about.multi_processor_count
-        generation = {9: "hopper", 8: "ampere"}.get(about.major, "blackwell")
-        measured = {}
+        major = about.major
     shipped = this_machine(name, calibrated=False)
-    rate = found["bfloat16"] / 1e12
-    names = ("half_size", "flash_second", "launch", "latency")
+    rate, links = found["bfloat16"] / 1e12, found["links"] / 1e9
+    measured = {each: found[each] for each in ("half_size", "launch", "latency")}
+    generation: Any = {8: "ampere", 9: "hopper"}.get(major, "blackwell")
     return Hardware(
         name=name,
-        generation=cast(Literal["ampere"], generation),
+        generation=generation,
         memory_gib=memory / 2**30,
         peak_tflops=shipped.peak_tflops if shipped else rate,
         matmul_tflops=rate,
@@ -55,9 +53,10 @@ def calibrate(seconds: float) -> Hardware:
         memory_gbps=found["memory"] / 1e9,
         processors=processors,
         node=ranks,
-        intra_gbps=found["links"] / 1e9,
-        inter_gbps=shipped.inter_gbps if shipped else found["links"] / 1e9,
-        constants=Constants(links=1.0, **measured, **{each: found[each] for each in names}),
+        intra_gbps=links,
+        inter_gbps=shipped.inter_gbps if shipped else links,
+        # Shares of a GPU's rate and of data sheets' links do not hold for what was measured here.
+        constants=Constants(links=1.0, **measured, **({} if gpus else {"product_ampere": 1.0})),
     )
 
 
@@ -113,12 +112,6 @@ def rates(communicator: Communicator, seconds: float) -> dict[str, Any]:
             # A product of smallest dim s has s / (s + half) of the largest rate.
             halves = [size * (found[dtype] / rate - 1) for size, rate in by_size.items()]
             found["half_size"] = statistics.median(halves)
-    heads, length, size = 8, 512, 64
-    q = tensor(1, heads, length, size, dtype=usual)
-    took = timed(0.03, lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
-    # As the planner counts it: half of the keys, and a share that falls with heads and lengths.
-    work = 2.0 * heads * length * length * size / ((size / 128) ** 0.25 * length / (length + 512))
-    found["flash_second"] = min(1.0, work / took / found[usual])
     source = tensor(2 ** (28 if is_gpu else 24))
     target = torch.empty_like(source)
     found["memory"] = 2.0 * source.nbytes / timed(0.1, lambda: target.copy_(source))

@@ -18,6 +18,7 @@ Bottom-up:
     fitting    constants from answers
     scoring    errors by source
     traced     any module, run once without memory
+    predictions  a step of a traced module, and the best plan
 """
 
 from __future__ import annotations

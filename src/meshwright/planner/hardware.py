@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -65,7 +65,19 @@ class Hardware:
         bf16 = self.matmul_tflops * 1e12
         fp8 = self.matmul_fp8_tflops * 1e12 if self.matmul_fp8_tflops else bf16
         fp4 = self.matmul_fp4_tflops * 1e12 if self.matmul_fp4_tflops else fp8
-        return {2: bf16, 1: fp8, 0: fp4}
+        # fp32 has a sixteenth of the rate where GPUs have no units for it.
+        fp32 = self.matmul_fp32_tflops * 1e12 if self.matmul_fp32_tflops else bf16 / 16
+        return {4: fp32, 2: bf16, 1: fp8, 0: fp4}
+
+    def shared(self, ranks: int) -> Hardware:
+        """Return what each of ``ranks`` has of it: more ranks than cores share a CPU."""
+        if self.name != "cpu" or ranks <= self.node:
+            return self
+        share = self.node / ranks
+        names = ("matmul_tflops", "memory_gbps", "memory_gib", "intra_gbps", "inter_gbps")
+        fp32 = self.matmul_fp32_tflops and self.matmul_fp32_tflops * share
+        less = {name: getattr(self, name) * share for name in names}
+        return replace(self, node=ranks, matmul_fp32_tflops=fp32, **less)
 
 
 def calibrated_file() -> Path:
@@ -86,6 +98,16 @@ def this_machine(device: str, *, calibrated: bool = True) -> Hardware | None:
     words = set(re.split(r"[\s-]+", device.lower()))
     shipped = [name for name in hardware_names() if words.issuperset(name.split("-"))]
     return load_hardware(max(shipped, key=len)) if shipped else None
+
+
+def require_machine(device: str) -> Hardware:
+    """Return `this_machine`; raises ``PlanError`` where it is not known."""
+    if (found := this_machine(device)) is None:
+        raise PlanError(
+            f"the rates of this machine ({device}) are not known: measure it first with "
+            "meshwright plan --calibrate"
+        )
+    return found
 
 
 def hardware_names() -> tuple[str, ...]:

@@ -219,6 +219,8 @@ class RunConfig:
     peak_tflops: Annotated[float, Above(0)] | None = None
     """Peak speed of a rank's device in TFLOP/s, for MFU and HFU; by default that of the GPU's data
     sheet, or what ``meshwright plan --calibrate`` measured on this machine."""
+    predict: bool = False
+    """Predict a step's time and memory, and show them beside the measured ones in the report."""
     timeout: Annotated[float, Above(0)] | None = None
     """Seconds after which any wait for another rank ends; by default ranks wait as long as the
     other one is working."""

@@ -39,7 +39,8 @@ from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError, ScheduleError
 from meshwright.gradients import apply_loss
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
-from meshwright.planner.hardware import this_machine
+from meshwright.planner.hardware import require_machine, this_machine
+from meshwright.planner.predictions import Prediction, predict
 from meshwright.planner.utilization import Work
 from meshwright.precision import dtype_bytes
 from meshwright.randomness import name_seed
@@ -58,8 +59,8 @@ from meshwright.recipes.task import Built, Task, model_text, open_task, to_devic
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import Samples
-from meshwright.recipes.usage import memory_of, memory_of_ranks
-from meshwright.report import METRICS, read_run, write_runs
+from meshwright.recipes.usage import memory_in_step, memory_of, memory_of_ranks
+from meshwright.report import METRICS, PREDICTION, read_run, write_runs
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
@@ -196,6 +197,9 @@ class _Training:
         self._trackers = self._start_trackers()
         # Rank 0 alone tells them.
         self._work = Work(0.0) if communicator.rank else task.work()
+        self._predicted = self._predict() if config.run.predict else None
+        self._held: dict[str, int] = {}
+        """Bytes by category, measured in the first step, where a step is predicted."""
         options = config.run
         self._progress = RunProgress(
             write,
@@ -281,6 +285,8 @@ class _Training:
             export=self._config.run.export if is_exported else "",
         )
         if self._world.rank == 0:
+            if compared := self._compare():
+                self._write(PREDICTION, compared)
             outcome = self._tell(outcome)
         if outcome.export and self._saved is not None:
             with phase("export"):
@@ -359,6 +365,26 @@ class _Training:
         # More ranks than devices or cores share them.
         return found.peak(size) * min(self._world.size, found.node * hosts)
 
+    def _predict(self) -> Prediction:
+        """Predict a step; raises ``PlanError`` for other axes, or an unknown machine."""
+        machine = require_machine(device_name(self._world.device)).shared(self._world.size)
+        samples = self._config.data.batch_size // self._world.size
+        return predict(self._task.trace(samples), self._config.plan, machine)
+
+    def _compare(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """List what was predicted beside what was measured: seconds of lanes, bytes."""
+        if self._predicted is None:
+            return {}
+        lanes = self._trace.lanes(self._world.rank)
+        memory = {**memory_of(self._trainable, self._world.device), **self._held}
+        pairs = ("time", self._predicted.lanes, lanes), ("memory", self._predicted.memory, memory)
+        return {
+            what: {
+                name: (predicted[name], measured[name]) for name in predicted if name in measured
+            }
+            for what, predicted, measured in pairs
+        }
+
     def _use(self, seconds: float) -> dict[str, Any]:
         """Say how well a step of ``seconds`` uses the devices: fields of a `RunOutcome`."""
         work, peak = self._work, self._peak
@@ -417,7 +443,11 @@ class _Training:
         number = self._step + 1
         rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
         with self._trace.step(self._world.rank), self._telling_breaks(number):
-            result = self._train_once(number, rate)
+            if self._predicted is not None and number == self._first:
+                with memory_in_step(self._trainable) as self._held:
+                    result = self._train_once(number, rate)
+            else:
+                result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
         settle()  # raises what was found late, before the numbers of a bad step are logged

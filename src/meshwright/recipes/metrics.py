@@ -17,7 +17,8 @@ from rich.table import Column
 
 from meshwright.comm import Clock, Communicator, Timer, observe
 from meshwright.report import write_chrome_trace
-from meshwright.timeline import Timeline
+from meshwright.report.lanes import kind_of
+from meshwright.timeline import LANES, Timeline
 
 
 class MetricsFile:
@@ -163,6 +164,12 @@ class StepTrace:
             yield
         self._steps.append(self._timer.timeline(rank))
         self._timer.clear()
+
+    def lanes(self, rank: int) -> dict[str, float]:
+        """Return the seconds of a step in which each lane was busy, without checks and norms."""
+        found = Timeline(e for step in self._steps for e in step.events if kind_of(e))
+        steps = len(self._steps)
+        return {lane: found.busy(rank, lane) / steps for lane in LANES} if steps else {}
 
     def write(self, path: Path, communicator: Communicator) -> Path | None:
         """Write the timelines of all ranks, on rank 0; ``None`` if nothing was kept.

@@ -17,7 +17,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -39,11 +39,12 @@ from meshwright.errors import MeshwrightError, PlanError
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
+from meshwright.planner.traced import ModelTrace, trace_model
 from meshwright.planner.utilization import Work, work_of
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
-from meshwright.recipes.usage import forward_flops
+from meshwright.recipes.usage import flops_by_parameters
 from meshwright.settings import nearest
 from meshwright.torch_internals.trees import tree_map
 
@@ -186,13 +187,32 @@ class Task:
         _, targets = data.validation.batch(data.validation_sample(options.validation_windows))
         return unigram_loss(cast(Windows, data.training).data, targets)
 
+    def trace(self, samples: int = _EXAMPLES) -> ModelTrace:
+        """Run the model and its loss on ``samples`` without memory; raises ``PlanError``."""
+        precision, read = self.config.plan.precision, self._reader(sketch(self.config))
+        dtype: torch.dtype = getattr(torch, precision.parameters)
+        items = [index % len(self.data.training) for index in range(samples)]
+        inputs, target = to_device(
+            read(self.data.training.batch(items)), torch.device("cpu"), dtype
+        )
+        # Weights of a file have values.
+        make = _open_model(replace(self.config, model=replace(self.config.model, weights="")))
+        return trace_model(
+            lambda: make().to(dtype) if dtype != torch.float32 else make(),
+            inputs,
+            target=target,
+            loss=self.loss or cross_entropy,
+            compute=precision.compute if precision.is_mixed else None,
+        )
+
     def work(self) -> Work:
         """Count the operations of a step; 0 where they are not known."""
         model = sketch(self.config)
-        held = next(model.parameters(), torch.empty(0, device="cpu"))
-        example = to_device(self.example(model), held.device, held.dtype)
-        positions = 0 if self.data.unit == "sample" else _EXAMPLES * self.data.size
-        found = forward_flops(model, example, positions)
+        try:
+            found: Mapping[str, float] = self.trace().flops
+        except PlanError:
+            positions = 0 if self.data.unit == "sample" else _EXAMPLES * self.data.size
+            found = flops_by_parameters(model, positions)
         work = work_of(found, recomputed(model, self.config.plan))
         return work.times(self.config.data.batch_size / _EXAMPLES)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.comm import Communicator
 from meshwright.comm.streams import is_host
 from meshwright.composition import Trainable
-from meshwright.gradients import call_module
+from meshwright.composition.checks import recomputed
+from meshwright.gradients.optimizer_list import each_of
 from meshwright.torch_internals import tensors
+from meshwright.torch_internals.tensors import storage_id
+from meshwright.torch_internals.trees import tree_leaves
 
 
 def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
@@ -56,6 +59,59 @@ def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict
     }
 
 
+@contextlib.contextmanager
+def memory_in_step(trainable: Trainable) -> Iterator[dict[str, int]]:
+    """Measure what `memory_of` cannot, in a step without pipeline: bytes, by category.
+
+    ``units``: whole parameters of units. ``gradients``: before the optimizer's step.
+    ``activations``: storages that a forward has kept when its backward begins.
+    """
+    found = dict.fromkeys(("gradients", "units", "activations"), 0)
+    resting = {storage_id(p.untyped_storage()) for p in trainable.named_parameters().values()}
+    again = {
+        id(trainable.module.get_submodule(n)) for n in recomputed(trainable.module, trainable.plan)
+    }
+    whole: dict[int, torch.UntypedStorage] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(values: object, where: dict[int, torch.UntypedStorage]) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor):
+                where[storage_id(tensor.untyped_storage())] = tensor.untyped_storage()
+
+    def most(name: str, held: dict[int, torch.UntypedStorage], but: Collection[int]) -> None:
+        size = sum(storage.nbytes() for key, storage in held.items() if key not in but)
+        found[name] = max(found[name], size)
+
+    def enter(module: nn.Module, args: object, kwargs: object) -> None:
+        note([*module.parameters(recurse=False), *module.buffers(recurse=False)], whole)
+        most("units", whole, resting)
+        if id(module) in again:
+            note((args, kwargs), kept)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        note(tensor, kept)
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        most("activations", kept, whole)
+        kept.clear()
+        return tensor
+
+    def before(*_: object) -> None:
+        grads = (p.grad for p in trainable.named_parameters().values() if p.grad is not None)
+        found["gradients"] = _bytes(grads)
+
+    with contextlib.ExitStack() as stack:
+        for module in trainable.module.modules():
+            handle = module.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(handle.remove)
+        for each in () if trainable.optimizer is None else each_of(trainable.optimizer):
+            stack.callback(each.register_step_pre_hook(before).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        yield found
+
+
 def _text(ranks: Iterable[int]) -> str:
     """Format ascending ``ranks`` as ranges: ``0-2,5``."""
     runs: list[list[int]] = []
@@ -72,24 +128,12 @@ def _bytes(values: Iterable[object]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def forward_flops(model: nn.Module, example: object, positions: int) -> dict[str, float]:
-    """Count the operations of each module's forward of ``example``; ``""`` is the model.
+def flops_by_parameters(model: nn.Module, positions: int) -> dict[str, float]:
+    """Count two operations for each parameter and one of ``positions``, by module.
 
-    Where a forward needs values, which tensors on meta lack, two count for each parameter and one
-    of ``positions``, of experts for those that a token passes; attention is left out then.
+    For a forward that needs values, and so cannot be traced. Of experts, those that a token passes
+    count; attention is left out.
     """
-    try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            call_module(model, example)
-    except Exception:
-        return _by_parameters(model, positions)
-    found = {name: float(sum(by.values())) for name, by in counter.get_flop_counts().items()}
-    outer = f"{type(model).__name__}."
-    inner = {name.removeprefix(outer): n for name, n in found.items() if name.startswith(outer)}
-    return {**inner, "": found.get("Global", 0.0)}
-
-
-def _by_parameters(model: nn.Module, positions: int) -> dict[str, float]:
     modules = dict(model.named_modules())
     tops = (
         getattr(m, key, 0) for m in modules.values() for key in ("top_k", "num_experts_per_tok")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.report.curves import charts, draw_chart
@@ -58,6 +58,7 @@ def write_runs(
     parts = [_facts(runs), *_curves({run.name: run.metrics for run in runs})]
     for run in runs:
         name = f"{run.name}. " if len(runs) > 1 else ""
+        parts += _predicted(run, name)
         if run.timeline is not None:
             found = compare(run.timeline)
             parts += _whole(run.timeline, name) if found is None else _compared(found, name)
@@ -108,6 +109,19 @@ def _facts(runs: Sequence[Run]) -> str:
     rows = [[name, *(run.facts.get(name, "") for run in runs)] for name in names]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
     return _rows(head, rows, kind="facts") if rows else ""
+
+
+def _predicted(run: Run, name: str) -> Iterator[str]:
+    """Draw what was predicted of a step beside what was measured."""
+    rows = []
+    for what, pairs in run.prediction.items():
+        for key, pair in pairs.items():
+            is_time, ratio = what == "time", f"{pair[0] / pair[1]:.2f}" if pair[1] else ""
+            said = [seconds(each) if is_time else f"{each / 2**20:,.2f} MiB" for each in pair]
+            rows.append([f"lane {key}" if is_time else key, *said, ratio])
+    if rows:
+        yield f"<h2>{html.escape(name)}A step on rank 0, predicted and measured</h2>"
+        yield _rows(["", "predicted", "measured", "predicted / measured"], rows)
 
 
 def _configuration(run: Run) -> str:

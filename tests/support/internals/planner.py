@@ -8,7 +8,9 @@ __getattr__ = names_inside(
     {
         "meshwright.planner.constants": "Constants, priors, ranges",
         "meshwright.planner.fitting": "fit, linearize",
-        "meshwright.planner.hardware": "calibrated_file, hardware_names, this_machine",
+        "meshwright.planner.hardware": (
+            "calibrated_file, hardware_names, require_machine, this_machine"
+        ),
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
             "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
@@ -16,6 +18,7 @@ __getattr__ = names_inside(
         "meshwright.planner.memory": "GIB, flights, layer_activations, rank_memory",
         "meshwright.planner.network": "Group",
         "meshwright.planner.plans": "answer, to_plan",
+        "meshwright.planner.predictions": "best_plan, predict",
         "meshwright.planner.published": "published_runs",
         "meshwright.planner.scoring": "ranking",
         "meshwright.planner.search": "OURS, families, neighbors",

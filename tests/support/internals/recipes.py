@@ -21,6 +21,6 @@ __getattr__ = names_inside(
         "meshwright.recipes.tensors.rows": "Sums, digest, trace_file",
         "meshwright.recipes.tensors.trace": "TensorTrace",
         "meshwright.recipes.text": "Windows, open_text, unigram_loss",
-        "meshwright.recipes.usage": "forward_flops",
+        "meshwright.recipes.usage": "flops_by_parameters",
     }
 )
