@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def run_predicted(folder: Path, chosen: bool, *overrides: str) -> str:
         if chosen:
             config = planned(config, world.size)
         outcome = train(config, world, lambda line: None)
-        assert outcome.mfu is not None
+        assert (outcome.mfu is None) == (world.rank > 0)
         return str(config.plan.axes)
     finally:
         os.environ.pop("XDG_CACHE_HOME")
@@ -104,9 +105,7 @@ def test_memory_is_what_was_predicted(
         found["memory"]["activations"][1], rel=0.02
     )
     predicted, measured = found["memory"]["units"]
-    assert measured <= predicted <= 3 * max(measured, 1)
-    if "shard.reshard_after_forward=false" in layout or "axes.replicate=2" in layout:
-        assert predicted == measured
+    assert predicted == pytest.approx(measured, rel=0.03)  # and padding
     for name, (predicted, measured) in found["time"].items():
         is_idle = name == "transfer" or ("replicate" in layout[0] and name == "gather")
         assert (predicted > 0, measured > 0) == (not is_idle, not is_idle)
@@ -152,12 +151,12 @@ def test_what_needs_less_is_chosen_where_memory_is_short(
     trace = open_task(given).trace(8)
     best = best_plan(trace, given.plan, machine, 2, 8)
     assert best.plan.train == given.plan.train
-    short = Hardware(**{**vars(machine), "memory_gib": 0.7 * best.total / GIB})
+    short = replace(machine, memory_gib=0.7 * best.total / GIB)
     less = best_plan(trace, given.plan, short, 2, 8)
     assert less.total < 0.7 * best.total
     assert less.lanes["compute"] >= best.lanes["compute"]
     assert "accumulate" in str(less)
-    none = Hardware(**{**vars(machine), "memory_gib": 1e-6})
+    none = replace(machine, memory_gib=1e-6)
     with pytest.raises(PlanError, match="nothing fits: the least of .* plans needs") as error:
         best_plan(trace, given.plan, none, 2, 8)
     assert any(f"for {name}" in str(error.value) for name in CATEGORIES)

@@ -77,7 +77,8 @@ class Hardware:
         names = ("matmul_tflops", "memory_gbps", "memory_gib", "intra_gbps", "inter_gbps")
         fp32 = self.matmul_fp32_tflops and self.matmul_fp32_tflops * share
         less = {name: getattr(self, name) * share for name in names}
-        return replace(self, node=ranks, matmul_fp32_tflops=fp32, **less)
+        constants = replace(self.constants, launch=self.constants.launch / share)
+        return replace(self, node=ranks, matmul_fp32_tflops=fp32, constants=constants, **less)
 
 
 def calibrated_file() -> Path:

@@ -91,9 +91,10 @@ class RunOutcome:
     seconds: float
     """Wall time of the steps taken now."""
     flops_per_second: float
-    """Floating-point operations that the model needs, a second, of all ranks; 0: not known."""
+    """Floating-point operations that the model needs, a second, of all ranks; 0 if not known, and
+    on ranks that do not tell them: all but rank 0."""
     mfu: float | None
-    """Of the peak of all ranks' devices; None where that is not known."""
+    """Share of the peak of all ranks' devices; None where either is not known."""
     hfu: float | None
     """The same with what is recomputed."""
     peak_memory: int

@@ -17,7 +17,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -189,16 +189,15 @@ class Task:
 
     def trace(self, samples: int = _EXAMPLES) -> ModelTrace:
         """Run the model and its loss on ``samples`` without memory; raises ``PlanError``."""
-        precision, read = self.config.plan.precision, self._reader(sketch(self.config))
+        precision, model = self.config.plan.precision, sketch(self.config)
         dtype: torch.dtype = getattr(torch, precision.parameters)
+        if dtype != torch.float32:
+            model = model.to(dtype)
         items = [index % len(self.data.training) for index in range(samples)]
-        inputs, target = to_device(
-            read(self.data.training.batch(items)), torch.device("cpu"), dtype
-        )
-        # Weights of a file have values.
-        make = _open_model(replace(self.config, model=replace(self.config.model, weights="")))
+        batch = self._reader(model)(self.data.training.batch(items))
+        inputs, target = to_device(batch, torch.device("cpu"), dtype)
         return trace_model(
-            lambda: make().to(dtype) if dtype != torch.float32 else make(),
+            partial(_emptied, model),
             inputs,
             target=target,
             loss=self.loss or cross_entropy,
@@ -234,6 +233,19 @@ class Task:
         checkpoint.export_weights(path, target, to="hf", config=text, communicator=world)
         if world.rank == 0 and folder is not None and folder.is_dir():
             pretrained.copy_beside(folder, target)
+
+
+def _emptied(model: nn.Module) -> nn.Module:
+    """Give ``model``, which may be on meta, new tensors of the CPU; tied ones stay so."""
+    made: dict[Tensor, Tensor] = {}
+    for part in model.modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in own:
+            empty = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, Parameter):
+                empty = Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(part, name, made.setdefault(tensor, empty))
+    return model
 
 
 def sketch(config: TrainConfig) -> nn.Module:
