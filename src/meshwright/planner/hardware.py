@@ -74,7 +74,7 @@ class Hardware:
         if self.name != "cpu" or ranks <= self.node:
             return self
         share = self.node / ranks
-        names = ("matmul_tflops", "memory_gbps", "memory_gib", "intra_gbps", "inter_gbps")
+        names = ("peak_tflops", "matmul_tflops", "memory_gbps", "memory_gib", "intra_gbps")
         fp32 = self.matmul_fp32_tflops and self.matmul_fp32_tflops * share
         less = {name: getattr(self, name) * share for name in names}
         constants = replace(self.constants, launch=self.constants.launch / share)

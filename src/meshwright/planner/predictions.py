@@ -72,7 +72,8 @@ def predict(trace: ModelTrace, plan: Plan, machine: Hardware) -> Prediction:
     moved = machine.memory_gbps * 1e9
     compute = max(
         constants.launch * _KERNELS * len(trace.inputs) * passes,
-        forward * work.done / max(1.0, work.forward) / rate + _TOUCHES * trace.saved() / moved,
+        forward * (3 + work.again / max(1.0, work.forward)) / rate
+        + _TOUCHES * trace.saved() / moved,
     )
     units = [unit.parameters for unit in trace.units if unit.parameters]
     kept, inside = sum(units) / shards, Group(shards, 1, machine)

@@ -357,14 +357,11 @@ class _Training:
 
     def _find_peak(self, hosts: int) -> float:
         """Return the peak operations per second of all devices; 0 where it is not known."""
+        ranks, size = self._world.size, self._config.plan.precision.resolved().compute
         if (given := self._config.run.peak_tflops) is not None:
-            return given * 1e12 * self._world.size
+            return given * 1e12 * ranks
         found = this_machine(device_name(self._world.device))
-        if found is None:
-            return 0.0
-        size = dtype_bytes(str(self._config.plan.precision.resolved().compute))
-        # More ranks than devices or cores share them.
-        return found.peak(size) * min(self._world.size, found.node * hosts)
+        return found.shared(ranks // hosts).peak(dtype_bytes(str(size))) * ranks if found else 0.0
 
     def _predict(self) -> Prediction:
         """Predict a step; raises ``PlanError`` for other axes, or an unknown machine."""

@@ -39,12 +39,12 @@ from meshwright.errors import MeshwrightError, PlanError
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
+from meshwright.planner.shapes import ModelShape
 from meshwright.planner.traced import ModelTrace, trace_model
 from meshwright.planner.utilization import Work, work_of
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.language_model import LanguageModel, adamw, initialize
+from meshwright.recipes.language_model import VOCABULARY, LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
-from meshwright.recipes.usage import flops_by_parameters
 from meshwright.settings import nearest
 from meshwright.torch_internals.trees import tree_map
 
@@ -205,15 +205,31 @@ class Task:
         )
 
     def work(self) -> Work:
-        """Count the operations of a step; 0 where they are not known."""
-        model = sketch(self.config)
-        try:
-            found: Mapping[str, float] = self.trace().flops
-        except PlanError:
-            positions = 0 if self.data.unit == "sample" else _EXAMPLES * self.data.size
-            found = flops_by_parameters(model, positions)
-        work = work_of(found, recomputed(model, self.config.plan))
-        return work.times(self.config.data.batch_size / _EXAMPLES)
+        """Count the operations of a step; 0 where they are not known, as of other experts."""
+        plan, model = self.config.plan, self.config.model
+        if self.config.is_byte_model and model.experts:  # whose forward needs values
+            hidden = model.hidden or 4 * model.dim
+            shape = ModelShape(
+                layers=model.layers,
+                hidden=model.dim,
+                heads=model.heads,
+                ffn=hidden,
+                glu=model.activation == "swiglu",
+                vocab=VOCABULARY,
+                seq=model.context,
+                experts=model.experts,
+                topk=model.top_k,
+                moe_ffn=hidden,
+            )
+            layers = dict.fromkeys((f"layers.{n}" for n in range(shape.layers)), shape.layer_flops)
+            found: Mapping[str, float] = {"": shape.flops, **layers}
+            count = self.config.data.batch_size * float(model.context)
+        else:
+            try:
+                found, count = self.trace().flops, self.config.data.batch_size / _EXAMPLES
+            except PlanError:
+                return Work(0.0)
+        return work_of(found, recomputed(sketch(self.config), plan)).times(count)
 
     def export(self, path: Path, world: Communicator) -> None:
         """Write the weights of the checkpoint ``path`` to [run] export; all ranks call it."""

@@ -1,10 +1,10 @@
-"""Memory of a run by category, and the floating-point operations of its model's forward."""
+"""Memory of a run by category."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -67,30 +67,24 @@ def memory_in_step(trainable: Trainable) -> Iterator[dict[str, int]]:
     ``activations``: storages that a forward has kept when its backward begins.
     """
     found = dict.fromkeys(("gradients", "units", "activations"), 0)
-    resting = {storage_id(p.untyped_storage()) for p in trainable.named_parameters().values()}
-    again = {
-        id(trainable.module.get_submodule(n)) for n in recomputed(trainable.module, trainable.plan)
-    }
+    module, parameters = trainable.module, trainable.named_parameters().values()
+    resting = _storages([*parameters, *module.buffers()])
+    again = {id(module.get_submodule(name)) for name in recomputed(module, trainable.plan)}
     whole: dict[int, torch.UntypedStorage] = {}
     kept: dict[int, torch.UntypedStorage] = {}
 
-    def note(values: object, where: dict[int, torch.UntypedStorage]) -> None:
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor):
-                where[storage_id(tensor.untyped_storage())] = tensor.untyped_storage()
-
-    def most(name: str, held: dict[int, torch.UntypedStorage], but: Collection[int]) -> None:
+    def most(name: str, held: Mapping[int, torch.UntypedStorage], but: Container[int]) -> None:
         size = sum(storage.nbytes() for key, storage in held.items() if key not in but)
         found[name] = max(found[name], size)
 
-    def enter(module: nn.Module, args: object, kwargs: object) -> None:
-        note([*module.parameters(recurse=False), *module.buffers(recurse=False)], whole)
+    def enter(part: nn.Module, args: object, kwargs: object) -> None:
+        whole.update(_storages([*part.parameters(recurse=False), *part.buffers(recurse=False)]))
         most("units", whole, resting)
-        if id(module) in again:
-            note((args, kwargs), kept)
+        if id(part) in again:
+            kept.update(_storages((args, kwargs)))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        note(tensor, kept)
+        kept.update(_storages(tensor))
         return tensor
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,17 +93,23 @@ def memory_in_step(trainable: Trainable) -> Iterator[dict[str, int]]:
         return tensor
 
     def before(*_: object) -> None:
-        grads = (p.grad for p in trainable.named_parameters().values() if p.grad is not None)
-        found["gradients"] = _bytes(grads)
+        found["gradients"] = _bytes(p.grad for p in parameters if p.grad is not None)
 
     with contextlib.ExitStack() as stack:
-        for module in trainable.module.modules():
-            handle = module.register_forward_pre_hook(enter, with_kwargs=True)
+        for part in module.modules():
+            handle = part.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(handle.remove)
         for each in () if trainable.optimizer is None else each_of(trainable.optimizer):
             stack.callback(each.register_step_pre_hook(before).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         yield found
+
+
+def _storages(values: object) -> dict[int, torch.UntypedStorage]:
+    held = (
+        leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)
+    )
+    return {storage_id(storage): storage for storage in held}
 
 
 def _text(ranks: Iterable[int]) -> str:
@@ -126,30 +126,3 @@ def _text(ranks: Iterable[int]) -> str:
 def _bytes(values: Iterable[object]) -> int:
     held = (tensors.memory_of(value) for value in values if isinstance(value, torch.Tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def flops_by_parameters(model: nn.Module, positions: int) -> dict[str, float]:
-    """Count two operations for each parameter and one of ``positions``, by module.
-
-    For a forward that needs values, and so cannot be traced. Of experts, those that a token passes
-    count; attention is left out.
-    """
-    modules = dict(model.named_modules())
-    tops = (
-        getattr(m, key, 0) for m in modules.values() for key in ("top_k", "num_experts_per_tok")
-    )
-    top = next((top for top in tops if isinstance(top, int) and top), 0)
-    own: dict[str, float] = {}
-    for name, module in modules.items():
-        count = (
-            0
-            if isinstance(module, nn.Embedding)
-            else sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
-        )
-        experts = getattr(module, "num_experts", 0)
-        share = top / experts if experts and top and not isinstance(module, nn.Linear) else 1.0
-        own[name] = 2.0 * positions * count * share
-    return {
-        name: sum(n for inner, n in own.items() if not name or f"{inner}.".startswith(f"{name}."))
-        for name in own
-    }
