@@ -30,7 +30,6 @@ def counted(*, tied: bool = False) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
 def test_mfu_and_hfu_are_those_of_a_hand_count(tied: bool) -> None:
     forward = 3 * (L * OF_LAYER + S * 2 * D * V)
     whole = work_of(counted(tied=tied))
