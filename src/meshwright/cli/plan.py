@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -87,13 +88,12 @@ class PlanCommand:
     def _calibrate(self) -> int:
         if not 0 < self.seconds <= _LONGEST:
             raise PlanError(f"--seconds: expected 0 to {_LONGEST}, found {self.seconds:g}")
-        from meshwright.doctor.calibration import calibrate  # which needs torch
-
+        measure = import_module("meshwright.doctor.calibration").calibrate  # it needs torch
         path = Path(self.write) if self.write else calibrated_file()
         if path.suffix != ".toml":
             raise PlanError(f"--write: expected a .toml file, found {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = dump(calibrate(self.seconds))
+        text = dump(measure(self.seconds))
         path.write_text(text)
         print(f"{text}# written to {path}")
         return 0

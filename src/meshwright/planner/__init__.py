@@ -1,4 +1,5 @@
-"""The planner: what fits and how fast, before a run, and why. Only `traced` imports torch.
+"""The planner: what fits and how fast, before a run, and why. Only the last two
+files import torch.
 
 Bottom-up:
 
@@ -18,6 +19,7 @@ Bottom-up:
     fitting    constants from answers
     scoring    errors by source
     traced     any module, run once without memory
+    rehearsed  one rank of many, run in one process
     predictions  a step of a traced module, and the best plan
 """
 
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.planner.hardware import Hardware, load_hardware
+    from meshwright.planner.rehearsed import RankBytes, rehearse
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
@@ -39,12 +42,14 @@ _HOME = MappingProxyType(
         "Hardware": "hardware",
         "ModelShape": "shapes",
         "ModelTrace": "traced",
+        "RankBytes": "rehearsed",
         "Score": "scoring",
         "UnitTrace": "traced",
         "best_layouts": "search",
         "load_hardware": "hardware",
         "model_shape": "shapes",
         "named_model": "traced",
+        "rehearse": "rehearsed",
         "score": "scoring",
         "trace_model": "traced",
     }
@@ -53,12 +58,14 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "ModelTrace",
+    "RankBytes",
     "Score",
     "UnitTrace",
     "best_layouts",
     "load_hardware",
     "model_shape",
     "named_model",
+    "rehearse",
     "score",
     "trace_model",
 ]

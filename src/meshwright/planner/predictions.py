@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from meshwright.axes import Axes
 from meshwright.errors import PlanError
@@ -16,11 +15,9 @@ from meshwright.planner.hardware import Hardware
 from meshwright.planner.memory import GIB, USABLE
 from meshwright.planner.network import Group
 from meshwright.planner.steps import beside
+from meshwright.planner.traced import ModelTrace
 from meshwright.planner.utilization import work_of
 from meshwright.precision import dtype_bytes
-
-if TYPE_CHECKING:
-    from meshwright.planner.traced import ModelTrace
 
 _TOUCHES = 6
 """Times that an eager step reads or writes what its forward keeps."""
