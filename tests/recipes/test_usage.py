@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.planner import trace_model
-from support.internals.planner import Work, work_of
+from support.internals.planner import StepWork, work_of
 from support.internals.recipes import LanguageModel, ModelConfig, open_task
 from support.recipes.runs import read_run
 
@@ -59,5 +59,5 @@ def test_experts_count_for_the_tokens_that_they_get(tmp_path: Path) -> None:
 
 
 def test_a_longer_step_uses_less() -> None:
-    work = Work(100.0, 50.0).times(2)
+    work = StepWork(100.0, 50.0).times(2)
     assert (work.mfu(2.0, 1000.0), work.hfu(2.0, 1000.0)) == (0.3, 0.35)

@@ -15,7 +15,6 @@ from meshwright.planner.hardware import calibrated_file, hardware_names, load_ha
 from meshwright.planner.plans import answer
 from meshwright.planner.scoring import score
 from meshwright.planner.shapes import model_shape
-from meshwright.toml_source import dump
 
 _LONGEST = 600
 
@@ -88,12 +87,13 @@ class PlanCommand:
     def _calibrate(self) -> int:
         if not 0 < self.seconds <= _LONGEST:
             raise PlanError(f"--seconds: expected 0 to {_LONGEST}, found {self.seconds:g}")
-        measure = import_module("meshwright.doctor.calibration").calibrate  # it needs torch
         path = Path(self.write) if self.write else calibrated_file()
         if path.suffix != ".toml":
             raise PlanError(f"--write: expected a .toml file, found {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = dump(measure(self.seconds))
+        # As the commands are imported, when one is used: this one needs torch.
+        doctor = import_module(f"{__package__}.doctor")
+        text = doctor.hardware_text(self.seconds)
         path.write_text(text)
         print(f"{text}# written to {path}")
         return 0

@@ -19,7 +19,7 @@ from meshwright.planner.layouts import (
 )
 from meshwright.planner.network import Group
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.utilization import Work
+from meshwright.planner.utilization import StepWork
 from meshwright.schedule.builders import BUILDERS, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
@@ -31,7 +31,7 @@ class StepTime:
 
     total: float
     parts: Mapping[str, float]
-    work: Work
+    work: StepWork
     """Operations of one GPU."""
 
 
@@ -235,6 +235,6 @@ def step_time(
         "selective": 0.0 if software.flash else shape.core_flops,
         "operators": (shape.layer_flops - shape.core_flops) / 2,
     }.get(layout.recompute, 0.0)
-    work = Work(shape.flops, layout.recompute_share * shape.layers * again)
+    work = StepWork(shape.flops, layout.recompute_share * shape.layers * again)
     work = work.times(shape.seq * layout.batch / layout.gpus)
     return StepTime(sum(parts.values()), parts, work)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """Floating-point operations of a step: F and R."""
 
     forward: float
@@ -36,12 +36,12 @@ class Work:
         """The same of all that is computed."""
         return (self.model + self.again) / (seconds * peak)
 
-    def times(self, count: float) -> Work:
-        return Work(self.forward * count, self.again * count)
+    def times(self, count: float) -> StepWork:
+        return StepWork(self.forward * count, self.again * count)
 
 
-def work_of(forwards: Mapping[str, float], recomputed: Iterable[str] = ()) -> Work:
+def work_of(forwards: Mapping[str, float], recomputed: Iterable[str] = ()) -> StepWork:
     """Count a step from the operations of each module's forward; the model's name is ``""``."""
     names = set(recomputed)
     outer = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-    return Work(forwards[""], sum(forwards.get(name, 0.0) for name in outer))
+    return StepWork(forwards[""], sum(forwards.get(name, 0.0) for name in outer))

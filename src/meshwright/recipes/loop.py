@@ -41,7 +41,7 @@ from meshwright.gradients import apply_loss
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.planner.hardware import require_machine, this_machine
 from meshwright.planner.predictions import Prediction, predict
-from meshwright.planner.utilization import Work
+from meshwright.planner.utilization import StepWork
 from meshwright.precision import dtype_bytes
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
@@ -197,7 +197,7 @@ class _Training:
         self._metrics = self._open_metrics()
         self._trackers = self._start_trackers()
         # Rank 0 alone tells them.
-        self._work = Work(0.0) if communicator.rank else task.work()
+        self._work = StepWork(0.0) if communicator.rank else task.work()
         self._predicted = self._predict() if config.run.predict else None
         self._held: dict[str, int] = {}
         """Bytes by category, measured in the first step, where a step is predicted."""

@@ -41,7 +41,7 @@ from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.traced import ModelTrace, trace_model
-from meshwright.planner.utilization import Work, work_of
+from meshwright.planner.utilization import StepWork, work_of
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import VOCABULARY, LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
@@ -204,7 +204,7 @@ class Task:
             compute=precision.compute if precision.is_mixed else None,
         )
 
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """Count the operations of a step; 0 where they are not known, as of other experts."""
         plan, model = self.config.plan, self.config.model
         if self.config.is_byte_model and model.experts:  # whose forward needs values
@@ -228,7 +228,7 @@ class Task:
             try:
                 found, count = self.trace().flops, self.config.data.batch_size / _EXAMPLES
             except PlanError:
-                return Work(0.0)
+                return StepWork(0.0)
         return work_of(found, recomputed(sketch(self.config), plan)).times(count)
 
     def export(self, path: Path, world: Communicator) -> None:

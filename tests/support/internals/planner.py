@@ -24,7 +24,7 @@ __getattr__ = names_inside(
         "meshwright.planner.scoring": "ranking",
         "meshwright.planner.search": "OURS, families, neighbors",
         "meshwright.planner.shapes": "from_config",
-        "meshwright.planner.utilization": "Work, work_of",
+        "meshwright.planner.utilization": "StepWork, work_of",
         "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
     }
 )
