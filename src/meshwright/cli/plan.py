@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -62,11 +63,16 @@ class PlanCommand:
                 )
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
+        hardware = load_hardware(self.hardware)
         if ":" in self.model:
-            shape, _ = planner.named_model(self.model, self.seq)
+            shape, trace = planner.named_model(self.model, self.seq)
+            about: dict[str, Any] = {
+                "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
+                "recomputing": partial(planner.recompute_for, trace, hardware),
+            }
         else:
-            shape = model_shape(self.model, self.seq or None)
-        found = answer(shape, self.gpus, load_hardware(self.hardware), self.batch)
+            shape, about = model_shape(self.model, self.seq or None), {}
+        found = answer(shape, self.gpus, hardware, self.batch, **about)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:
             Path(self.write).write_text(found.toml)

@@ -250,7 +250,7 @@ UNIONS = frozenset({"ChunkedLayout", "Exposure", "FlatLayout", "Reduction"})
 # The check of a GPU runs under its machine's own Python, which may lack the last two.
 OPTIONAL = frozenset(
     {"accelerate", "hypothesis", "lightning", "pytest", "ray", "rich", "tensorboard"}
-    | {"pydantic", "transformers", "tyro"}
+    | {"pydantic", "scipy", "transformers", "tyro"}
     | {"cloudpickle", "xxhash"}
 )
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {

@@ -8,7 +8,7 @@ __getattr__ = names_inside(
     {
         "meshwright.planner.constants": "Constants, priors, ranges",
         "meshwright.planner.fitting": "fit, linearize",
-        "meshwright.planner.hardware": "hardware_names",
+        "meshwright.planner.hardware": "hardware_names, load_hardware",
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
             "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
@@ -17,10 +17,12 @@ __getattr__ = names_inside(
         "meshwright.planner.network": "Group",
         "meshwright.planner.plans": "answer, to_plan",
         "meshwright.planner.published": "published_runs",
+        "meshwright.planner.recompute": "RecomputeOption, choose, peak_of",
         "meshwright.planner.rehearsed": "rank_bytes",
         "meshwright.planner.scoring": "ranking",
         "meshwright.planner.search": "OURS, families, neighbors",
         "meshwright.planner.shapes": "from_config",
+        "meshwright.planner.traced": "recompute_options",
         "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
     }
 )
