@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -72,13 +73,17 @@ class PlanCommand:
                 )
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
-        if ":" in self.model:
-            shape, _ = planner.named_model(self.model, self.seq)
-        else:
-            shape = model_shape(self.model, self.seq or None)
         default = str(calibrated_file()) if calibrated_file().exists() else "h100"
         hardware = load_hardware(self.hardware or default)
-        found = answer(shape, self.gpus, hardware, self.batch)
+        if ":" in self.model:
+            shape, trace = planner.named_model(self.model, self.seq)
+            about: dict[str, Any] = {
+                "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
+                "recomputing": partial(planner.recompute_for, trace, hardware),
+            }
+        else:
+            shape, about = model_shape(self.model, self.seq or None), {}
+        found = answer(shape, self.gpus, hardware, self.batch, **about)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:
             Path(self.write).write_text(found.toml)

@@ -13,6 +13,7 @@ Bottom-up:
     memory     bytes of a rank
     steps      seconds of a step
     search     the best layouts, and why not the others
+    recompute  what to recompute within a budget of memory
     plans      the answer in words, and as a `Plan`
     software   what programs of published runs do
     published  published runs as questions
@@ -35,7 +36,13 @@ if TYPE_CHECKING:
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
-    from meshwright.planner.traced import ModelTrace, UnitTrace, named_model, trace_model
+    from meshwright.planner.traced import (
+        ModelTrace,
+        UnitTrace,
+        named_model,
+        recompute_for,
+        trace_model,
+    )
 
 _HOME = MappingProxyType(
     {
@@ -49,6 +56,7 @@ _HOME = MappingProxyType(
         "load_hardware": "hardware",
         "model_shape": "shapes",
         "named_model": "traced",
+        "recompute_for": "traced",
         "rehearse": "rehearsed",
         "score": "scoring",
         "trace_model": "traced",
@@ -65,6 +73,7 @@ __all__ = [
     "load_hardware",
     "model_shape",
     "named_model",
+    "recompute_for",
     "rehearse",
     "score",
     "trace_model",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pkgutil
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from meshwright.composition.laying_out import blocks
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
 from meshwright.plan import match_names
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choose
 from meshwright.planner.shapes import ModelShape
 from meshwright.torch_internals.tensors import FLASH_ATTENTION, FakeTensorMode, storage_id
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
@@ -75,6 +78,12 @@ class ModelTrace:
     def parameters(self) -> int:
         """Elements of all parameters."""
         return sum(unit.parameters for unit in self.units)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of what the first block returns."""
+        blocks = [u.shape for u in self.units if u.name in self.blocks or not self.blocks]
+        return math.prod(next((shape for shape in blocks if len(shape) > 1), (1, 1))[:-1])
 
     def kept(self, recomputed: Iterable[str] = (), inside: str | None = None) -> frozenset[int]:
         """Storages that a forward keeps if ``recomputed``, patterns of modules, are run again.
@@ -251,7 +260,7 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
     count, shape = len(one.blocks) or 1, next((u.shape for u in blocks if len(u.shape) > 1), ())
     if not shape:
         raise PlanError(f"MODEL {name!r}: no block of {one.name} returns a tensor of rows")
-    hidden, tokens = shape[-1], math.prod(shape[:-1])
+    hidden, tokens = shape[-1], one.tokens
     seq = math.prod(shape[1:-1])
     parameters = sum(u.parameters for u in blocks) / count
     extra = sum(u.flops for u in blocks) / count / tokens - 2 * parameters
@@ -276,6 +285,55 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
         seq=seq,
         tied=is_tied,
         saved=(more - less) / count / tokens,
+    )
+
+
+def recompute_options(trace: ModelTrace, hardware: Hardware) -> list[list[RecomputeOption]]:
+    """The ways to run each unit: as it is, a block recomputed, or one or all cheap children of it.
+
+    Recomputing takes the time of the products, and of writing and reading what they make.
+    """
+    found: list[list[RecomputeOption]] = []
+    counted: frozenset[int] = frozenset()
+    for unit in trace.units:
+        whole = trace.kept(inside=unit.name) if unit.name else trace.kept() - counted
+        counted |= whole
+        options = [RecomputeOption(modules=(), seconds=0.0, kept=whole, again=0)]
+        if unit.name in trace.blocks:
+            children = trace.children[unit.name]
+            for modules in ((unit.name,), trace.cheap(unit.name), *((each,) for each in children)):
+                kept = trace.kept(modules, inside=unit.name)
+                again = trace.bytes_of(whole - kept)
+                if again and modules:
+                    flops = sum(trace.flops.get(name, 0) for name in modules)
+                    products = flops / (1e12 * hardware.matmul_tflops)
+                    seconds = products + 2 * again / (1e9 * hardware.memory_gbps)
+                    options.append(
+                        RecomputeOption(modules=modules, seconds=seconds, kept=kept, again=again)
+                    )
+        found.append(options)
+    return found
+
+
+def recompute_for(
+    trace: ModelTrace, hardware: Hardware, tokens: int, budget: float
+) -> RecomputePolicy:
+    """Choose what to recompute for microbatches of ``tokens``, within ``budget`` bytes."""
+    scale = tokens / trace.tokens
+    found = choose(recompute_options(trace, hardware), trace.sizes, budget / scale)
+    patterns: dict[str, set[str]] = {}
+    for name in found.modules:
+        patterns.setdefault(re.sub(r"\b\d+\b", "*", name), set()).add(name)
+    modules = [
+        name
+        for pattern, names in patterns.items()
+        for name in ([pattern] if {*match_names(pattern, trace.inputs)} == names else sorted(names))
+    ]
+    return replace(
+        found,
+        modules=tuple(modules),
+        seconds=found.seconds * scale,
+        peak=round(found.peak * scale),
     )
 
 
