@@ -16,6 +16,11 @@ SIZES = ("layers = 16", "hidden = 2048", "heads = 16", "ffn = 8192", "vocab = 32
 MODEL = "\n".join(SIZES)
 
 
+@pytest.fixture(autouse=True)
+def no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "model.toml").write_text(MODEL)
@@ -46,6 +51,12 @@ def test_whether_it_fits_is_the_exit_status(
     )
     assert main(["plan", str(large), "--gpus", "1", "--fit-only"]) == 1
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_function_of_ones_own_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "planner.test_traced:small", "--gpus", "2", "--batch", "8", "--seq", "64"]
+    assert main(words) == 0
+    assert Plan.from_toml(capsys.readouterr().out).axes.world_size == 2
 
 
 def test_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +106,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([], "expected a MODEL"),
         (["none.toml"], "none.toml"),
         (["none.json"], "none.json"),
+        (["no_such_package:build"], "no_such_package"),
         (["MODEL", "--gpus", "0"], "--gpus: expected 1 to"),
         (["MODEL", "--gpus", "-8"], "--gpus: expected 1 to"),
         (["MODEL", "--gpus", "nan"], "--gpus"),

@@ -92,7 +92,7 @@ def test_parts_of_a_step_sum_to_it() -> None:
         found = step_time(LLAMA, layout, H100, OURS, USUAL, replay=True)
         assert found.total == pytest.approx(sum(found.parts.values()))
         assert all(part >= -1e-9 for part in found.parts.values())
-        assert 0.1 < found.mfu(H100) < 0.8
+        assert 0.1 < found.work.mfu(found.total, H100.peak()) < 0.8
 
 
 def test_what_costs_more_takes_longer() -> None:

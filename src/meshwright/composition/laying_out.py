@@ -285,13 +285,13 @@ def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
     """List the modules that are a unit each, inner ones first; the root gets the rest."""
     names = [name for name, _ in model.named_modules()]
     if isinstance(plan.shard.units, str):
-        found = _blocks(model)
+        found = blocks(model)
     else:
         found = [name for pattern in plan.shard.units for name in match_names(pattern, names)]
     return sorted(dict.fromkeys(found), key=lambda name: -name.count("."))
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def blocks(model: nn.Module) -> list[str]:
     """List the items of module lists of a single class, such as the layers of a transformer."""
     return [
         f"{name}.{number}" if name else number

@@ -1,21 +1,27 @@
-"""The planner: what fits and how fast, before a run, and why. Nothing here imports torch.
+"""The planner: what fits and how fast, before a run, and why. Only the last two
+files import torch.
 
 Bottom-up:
 
+    constants  what no data sheet says, with ranges and sources
     hardware   one kind of machine, and the shipped ones
+    utilization  MFU and HFU
     shapes     the sizes of a decoder, from a configuration
     layouts    how a run lays a model over its GPUs, and what its program does
-    constants  what no data sheet says, with ranges and sources
     network    collectives by topology
     kernels    seconds of a layer
     memory     bytes of a rank
     steps      seconds of a step
     search     the best layouts, and why not the others
+    recompute  what to recompute within a budget of memory
     plans      the answer in words, and as a `Plan`
     software   what programs of published runs do
     published  published runs as questions
     fitting    constants from answers
     scoring    errors by source
+    traced     any module, run once without memory
+    rehearsed  one rank of many, run in one process
+    predictions  a step of a traced module, and the best plan
 """
 
 from __future__ import annotations
@@ -26,29 +32,51 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.planner.hardware import Hardware, load_hardware
+    from meshwright.planner.rehearsed import RankBytes, rehearse
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
+    from meshwright.planner.traced import (
+        ModelTrace,
+        UnitTrace,
+        named_model,
+        recompute_for,
+        trace_model,
+    )
 
 _HOME = MappingProxyType(
     {
         "Hardware": "hardware",
         "ModelShape": "shapes",
+        "ModelTrace": "traced",
+        "RankBytes": "rehearsed",
         "Score": "scoring",
+        "UnitTrace": "traced",
         "best_layouts": "search",
         "load_hardware": "hardware",
         "model_shape": "shapes",
+        "named_model": "traced",
+        "recompute_for": "traced",
+        "rehearse": "rehearsed",
         "score": "scoring",
+        "trace_model": "traced",
     }
 )
 __all__ = [
     "Hardware",
     "ModelShape",
+    "ModelTrace",
+    "RankBytes",
     "Score",
+    "UnitTrace",
     "best_layouts",
     "load_hardware",
     "model_shape",
+    "named_model",
+    "recompute_for",
+    "rehearse",
     "score",
+    "trace_model",
 ]
 
 

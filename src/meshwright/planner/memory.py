@@ -75,6 +75,8 @@ def layer_activations(
     whole = t if layout.sequence else 1
     if recompute == "full":
         return 2.0 * n * h / whole
+    if shape.saved:
+        return shape.saved * n / t
     dropout = software.dropout
     # Inputs of products are kept in the bytes of the product.
     kept_bytes = max(1, layout.bytes)

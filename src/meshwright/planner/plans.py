@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 from meshwright.axes import KNOWN_AXES, Axes
 from meshwright.plan import PipelinePlan, Plan, ScheduleName, ShardPlan, TrainPlan
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.layouts import RunLayout
-from meshwright.planner.memory import GIB
+from meshwright.planner.memory import GIB, USABLE
+from meshwright.planner.recompute import RecomputePolicy
 from meshwright.planner.search import OURS, Candidate, Found, best_layouts, neighbors
 from meshwright.planner.shapes import ModelShape
 from meshwright.precision import Precision
@@ -62,25 +63,49 @@ def to_plan(layout: RunLayout, shape: ModelShape, modules: str = "model.layers")
     )
 
 
-def answer(shape: ModelShape, gpus: int, hardware: Hardware, batch: int = 0) -> Answer:
-    """Search the layouts and put the result into words."""
+def answer(
+    shape: ModelShape,
+    gpus: int,
+    hardware: Hardware,
+    batch: int = 0,
+    *,
+    modules: str = "model.layers",
+    recomputing: Callable[[int, float], RecomputePolicy] | None = None,
+) -> Answer:
+    """Search the layouts and put the result into words.
+
+    ``modules`` is the list of layers. ``recomputing`` chooses what a layout without a pipeline
+    recomputes, by the tokens of a microbatch and the bytes that are left for activations.
+    """
     batch = batch or max(1, 2**22 // shape.seq)
     found = best_layouts(shape, gpus, hardware, batch=batch)
     if found.best is None:
         lines = [_nothing(found, hardware, gpus, batch)]
         return Answer(lines, lines, "")
     best = found.best
-    toml = to_plan(best.layout, shape).to_toml()
-    seconds = best.time.total
+    plan, policy = to_plan(best.layout, shape, modules), None
+    if recomputing and best.layout.recompute == "full" and best.layout.pipeline == 1:
+        others = best.memory.total - best.memory.parts["activations"]
+        room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
+        policy = recomputing(best.layout.tokens(shape), room)
+        plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
+    toml = plan.to_toml()
+    seconds, work, peak = best.time.total, best.time.work, hardware.peak()
     lines = [
         f"# {shape.name}, {shape.parameters / 1e9:.3g} billion parameters, on {gpus} "
         f"{hardware.name}, {batch} sequences of {shape.seq} a step",
         f"# {found.considered:,} layouts considered, {found.fitting:,} fit",
         f"# {seconds:.3g} s a step ({BAND[0] * seconds:.3g} to {BAND[1] * seconds:.3g}), "
-        f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {best.time.mfu(hardware):.1%}",
+        f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {work.mfu(seconds, peak):.1%}, "
+        f"HFU {work.hfu(seconds, peak):.1%}",
         "# time: " + _parts(best.time.parts, 1.0, "s"),
         f"# memory of rank {best.memory.rank} of axis pipeline: {best.memory.total / GIB:.1f} GiB: "
         + _parts(best.memory.parts, GIB, "GiB"),
+        *(
+            f"# recompute: {policy.seconds:.3g} s a microbatch, within {policy.gap:.1%} of the "
+            f"least; activations {policy.peak / GIB:.1f} GiB"
+            for policy in ([policy] if policy else [])
+        ),
         toml,
         "# fastest for its memory:",
         *(f"#   {_line(candidate, hardware)}" for candidate in found.pareto),

@@ -42,7 +42,6 @@ from meshwright.planner.steps import (
     step_time,
 )
 
-_SHIPPED = Constants()
 OURS = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
 )
@@ -104,7 +103,7 @@ def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
         for pipeline in _divisors(gpus, shape.layers):
             for context in (1, 2, 4, 8, 16):
                 data, rest = divmod(gpus, tensor * pipeline * context)
-                if rest or not data or batch % data or shape.seq % (2 * context):
+                if rest or not data or batch % data or (context > 1 and shape.seq % (2 * context)):
                     continue
                 for expert in _divisors(math.gcd(shape.experts or 1, data), data):
                     for shard in _divisors(data, data):
@@ -128,11 +127,12 @@ def best_layouts(
     *,
     batch: int,
     software: Software = OURS,
-    constants: Constants = _SHIPPED,
+    constants: Constants | None = None,
     bytes: int = 2,
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
+    constants = constants or hardware.constants
     searcher = _Searcher(shape, hardware, software, constants, capacity, batch, bytes)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
@@ -340,7 +340,7 @@ def neighbors(
                 f"{memory.largest}"
             )
             continue
-        time = step_time(shape, layout, hardware, software, _SHIPPED)
+        time = step_time(shape, layout, hardware, software, hardware.constants)
         more = time.total / best.time.total - 1
         part = max(time.parts, key=lambda name: time.parts[name] - best.time.parts[name])
         crosses = layout.tensor > hardware.node and "crosses the node, "

@@ -55,6 +55,8 @@ class ModelShape:
     v_dim: Count = 0
     window: Count = 0
     """Keys that each second layer sees; 0: all."""
+    saved: Annotated[float, AtLeast(0)] = 0.0
+    """Bytes that a layer keeps of one token, as traced; 0: by formula."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -144,15 +146,24 @@ class ModelShape:
         share = self.moe_layers / self.layers
         return share * moe + (1 - share) * self.ffn
 
-    def flops(self, *, causal: bool = False) -> float:
-        """Operations of forward and backward for one token, without recomputing.
+    @cached_property
+    def core_flops(self) -> float:
+        """Operations of scores and values in a layer's forward for one token."""
+        return 2.0 * self.seq * self.heads * (self.head + (self.v_dim or self.head))
 
-        Narayanan et al. 2021, arXiv 2104.04473; half of attention where ``causal``.
+    @cached_property
+    def layer_flops(self) -> float:
+        """Operations of a layer's forward for one token, as the mean of the layers.
+
+        Narayanan et al. 2021, arXiv 2104.04473.
         """
         products = self.attention_parameters + self.matrices * self.hidden * self.active_ffn
-        keys = self.seq / (2 if causal else 1)
-        attention = keys * self.heads * (self.head + (self.v_dim or self.head))
-        return 6 * (self.layers * (products + attention) + self.vocab * self.hidden)
+        return 2 * products + self.core_flops
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of the model's forward for one token."""
+        return self.layers * self.layer_flops + 2 * self.vocab * self.hidden
 
 
 # Keys of a Hugging Face config.json, by our names; the first that is there counts.

@@ -105,6 +105,8 @@ def arrows(tree: Tree) -> Found:
             )
             continue
         allowed = table.ALLOWED[source.room] | {source.room}
+        if source.path in table.WITH_TORCH:
+            allowed |= table.ALLOWED["composition"] | {"composition"}
         for name, line in source.uses:
             if not name.startswith(PACKAGE + "."):
                 continue
@@ -271,10 +273,14 @@ def class_names(tree: Tree) -> Found:
 
 def torch_free(tree: Tree) -> Found:
     """The rooms that describe hold values only and start without torch."""
-    for source, line, _ in _uses_under(
-        tree, ("torch",), lambda source: source.room not in table.TORCH_FREE
-    ):
-        yield source.path, line, f"{source.room} describes: it must not need torch"
+
+    def may(source: Source) -> bool:
+        return source.room not in table.TORCH_FREE or source.path in table.WITH_TORCH
+
+    needs = [f"{PACKAGE}.{path[:-3].replace('/', '.')}" for path in table.WITH_TORCH]
+    lazily = _uses_under(tree, needs, lambda source: source.is_package or may(source))
+    for source, line, name in (*_uses_under(tree, ("torch",), may), *lazily):
+        yield source.path, line, f"{source.room} describes: it must not need {name}"
 
 
 def function_imports(tree: Tree) -> Found:

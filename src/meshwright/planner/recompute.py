@@ -1,0 +1,152 @@
+"""What to recompute: the least time that fits a budget of memory, with a proven gap.
+
+Each unit takes one of its options. A storage that several units keep counts once, so sums over
+units would be too large: the program has a variable for each such set of storages. A mixed integer
+program, as Jain et al. 2020, arXiv 1910.02653, with modules instead of tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.errors import PlanError
+
+SECONDS = 20.0
+"""After so long the best choice so far is taken, and its gap is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeOption:
+    """One way to run one unit."""
+
+    modules: tuple[str, ...]
+    """What is recomputed."""
+    seconds: float
+    """That this takes."""
+    kept: frozenset[int]
+    """Storages that the unit keeps until its backward."""
+    again: int
+    """Bytes that its backward makes again, and has beside what is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePolicy:
+    """The chosen options of all units."""
+
+    modules: tuple[str, ...]
+    """For ``train.recompute``."""
+    seconds: float
+    peak: int
+    """The most bytes at a time, as `peak_of`."""
+    gap: float
+    """No choice that fits is faster by more than this share of ``seconds``."""
+
+
+def peak_of(options: Sequence[RecomputeOption], sizes: Mapping[int, int]) -> int:
+    """The most bytes at a time if units run with ``options``: what is kept when a backward begins.
+
+    The backward of a unit finds what it and earlier units keep; later ones have given theirs back.
+    """
+    seen: set[int] = set()
+    kept = most = 0
+    for option in options:
+        kept += sum(sizes[key] for key in option.kept - seen)
+        seen |= option.kept
+        most = max(most, kept + option.again)
+    return most
+
+
+def choose(
+    units: Sequence[Sequence[RecomputeOption]],
+    sizes: Mapping[int, int],
+    budget: float,
+    *,
+    gap: float = 0.01,
+) -> RecomputePolicy:
+    """Choose an option for each of ``units``, in their order, within ``budget`` bytes.
+
+    ``sizes`` has the bytes of storages. Raises ``PlanError`` if no choice fits, or without scipy.
+    """
+    try:
+        from scipy.optimize import LinearConstraint, milp
+    except ImportError as error:
+        raise PlanError(
+            "a policy for each layer needs scipy: pip install 'meshwright[planner]'"
+        ) from error
+    first = np.cumsum([0, *map(len, units)])
+    count = int(first[-1])
+    keepers: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for unit, options in enumerate(units):
+        for number, option in enumerate(options):
+            for key in option.kept:
+                keepers[key][unit].add(int(first[unit]) + number)
+    groups: dict[tuple[tuple[int, frozenset[int]], ...], float] = defaultdict(float)
+    for key, by_unit in keepers.items():
+        groups[tuple((u, frozenset(c)) for u, c in sorted(by_unit.items()))] += sizes[key] / budget
+    rows: list[dict[int, float]] = [
+        {int(first[unit]) + number: option.again / budget for number, option in enumerate(options)}
+        for unit, options in enumerate(units)
+    ]
+    """Bytes when the backward of each unit begins, as shares of the budget."""
+    links: list[dict[int, float]] = []
+    for group, size in groups.items():
+        last: dict[int, float] = {}
+        for number, (unit, chosen) in enumerate(group):
+            end = group[number + 1][0] if number + 1 < len(group) else len(units)
+            alive = dict.fromkeys(chosen, 1.0)
+            if last:  # kept by this unit or an earlier one
+                links += [_less(last, count), _less(alive, count)]
+                alive, count = {count: 1.0}, count + 1
+            last = alive
+            for row in rows[unit:end]:
+                for variable, factor in alive.items():
+                    row[variable] = row.get(variable, 0.0) + size * factor
+    costs, integral = np.zeros(count), np.zeros(count)
+    costs[: first[-1]] = [option.seconds for options in units for option in options]
+    integral[: first[-1]] = 1
+    scale = costs.max() or 1.0
+    one = [dict.fromkeys(range(first[u], first[u + 1]), 1.0) for u in range(len(units))]
+    found = milp(
+        costs / scale,
+        integrality=integral,
+        bounds=(0, 1),
+        constraints=[
+            LinearConstraint(_matrix(one, count), 1, 1),
+            LinearConstraint(_matrix(rows, count), -np.inf, 1 - 1e-6),
+            LinearConstraint(_matrix(links, count), -np.inf, 0),
+        ],
+        options={"mip_rel_gap": gap, "time_limit": SECONDS},
+    )
+    if found.x is None:
+        least = [min(options, key=lambda o: sum(sizes[k] for k in o.kept)) for options in units]
+        raise PlanError(
+            f"recomputing: activations of {budget:,.0f} bytes do not fit, with every unit "
+            f"recomputed they are {peak_of(least, sizes):,}"
+        )
+    picked = [
+        options[int(np.argmax(found.x[first[unit] : first[unit + 1]]))]
+        for unit, options in enumerate(units)
+    ]
+    return RecomputePolicy(
+        modules=tuple(name for option in picked for name in option.modules),
+        seconds=sum(option.seconds for option in picked),
+        peak=peak_of(picked, sizes),
+        gap=float(found.mip_gap or 0.0),
+    )
+
+
+def _less(terms: Mapping[int, float], variable: int) -> dict[int, float]:
+    """The row of ``terms - variable``."""
+    return {**terms, variable: -1.0}
+
+
+def _matrix(rows: Sequence[Mapping[int, float]], count: int) -> np.ndarray:
+    found = np.zeros((max(1, len(rows)), count))
+    for number, row in enumerate(rows):
+        for variable, factor in row.items():
+            found[number, variable] += factor
+    return found

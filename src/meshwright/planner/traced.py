@@ -1,0 +1,417 @@
+"""Any model, run once on fake tensors: what each unit holds, computes and keeps for its backward.
+
+The run has no memory and no values. Bytes are those of storages, each counted once however many
+tensors view it; those of parameters and buffers are not activations. The rest of the planner does
+not import this file, which loads torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pkgutil
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.composition.laying_out import blocks
+from meshwright.errors import PlanError
+from meshwright.gradients import call_module
+from meshwright.plan import match_names
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choose
+from meshwright.planner.shapes import ModelShape
+from meshwright.torch_internals.tensors import FLASH_ATTENTION, FakeTensorMode, storage_id
+from meshwright.torch_internals.trees import tree_leaves, tree_map_only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTrace:
+    """A block of the model, or a module beside the blocks; the root has the rest, as ``""``."""
+
+    name: str
+    parameters: int
+    """Elements; of a tied parameter in the first unit that has it."""
+    parameter_bytes: Mapping[str, int]
+    """By dtype."""
+    flops: int
+    """Of its forward."""
+    saved: Mapping[str, int]
+    """Bytes that it keeps for its backward, by policy: none, selective (its cheapest children
+    recomputed) and full."""
+    output: int
+    """Bytes of what it returns."""
+    shape: tuple[int, ...]
+    """Of the first tensor that it returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTrace:
+    """What one forward of a model holds, computes and keeps."""
+
+    name: str
+    units: tuple[UnitTrace, ...]
+    blocks: tuple[str, ...]
+    """Names of the units that are items of a list of equal modules."""
+    flops: Mapping[str, int]
+    """Of the forward, by module; ``""`` is the model."""
+    keeps: tuple[tuple[frozenset[str], int], ...]
+    """Each tensor that autograd saved: the modules that ran, and its storage."""
+    inputs: Mapping[str, frozenset[int]]
+    """Storages that modules were called with."""
+    sizes: Mapping[int, int]
+    """Bytes of storages."""
+    children: Mapping[str, tuple[str, ...]]
+    """Modules directly inside of units that were called."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of what the first block returns."""
+        blocks = [u.shape for u in self.units if u.name in self.blocks or not self.blocks]
+        return math.prod(next((shape for shape in blocks if len(shape) > 1), (1, 1))[:-1])
+
+    def kept(self, recomputed: Iterable[str] = (), inside: str | None = None) -> frozenset[int]:
+        """Storages that a forward keeps if ``recomputed``, patterns of modules, are run again.
+
+        ``inside``: only those of this module.
+        """
+        again = {n for pattern in recomputed for n in match_names(pattern, self.inputs)}
+        found = {
+            key
+            for running, key in self.keeps
+            if not running & again and (inside is None or inside in running)
+        }
+        for name in again:
+            # What is inside of a recomputed module starts from its input.
+            is_inner = any(name.startswith(f"{other}.") for other in again)
+            if not is_inner and (inside is None or f"{name}.".startswith(f"{inside}.")):
+                found |= self.inputs[name]
+        return frozenset(found)
+
+    def cheap(self, block: str) -> tuple[str, ...]:
+        """The children of ``block`` that have less than half of its operations each."""
+        most = self.flops.get(block, 0) / 2
+        return tuple(n for n in self.children[block] if self.flops.get(n, 0) < max(most, 1))
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Bytes of ``storages`` together."""
+        return sum(self.sizes[key] for key in storages)
+
+    def saved(self, recomputed: Iterable[str] = ()) -> int:
+        """Bytes that a forward of the model keeps, as `kept`."""
+        return self.bytes_of(self.kept(recomputed))
+
+
+class _TracedRun:
+    """What is seen of one forward."""
+
+    def __init__(self, model: nn.Module, own: Collection[int]) -> None:
+        self.names = {id(part): name for name, part in model.named_modules()}
+        self.own = own
+        """Storages of parameters and buffers."""
+        self.running: list[str] = []
+        self.keeps: list[tuple[frozenset[str], int]] = []
+        self.inputs: dict[str, frozenset[int]] = {}
+        self.outputs: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.sizes: dict[int, int] = {}
+        self._held: list[torch.UntypedStorage] = []  # so that no number is given twice
+
+    def storages(self, values: object) -> frozenset[int]:
+        """Number the storages of the tensors in ``values``, without the model's own."""
+        found = set()
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage_id(storage)
+                if key not in self.own:
+                    self._held.append(storage)
+                    self.sizes[key] = storage.nbytes()
+                    found.add(key)
+        return frozenset(found)
+
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        name = self.names[id(module)]
+        self.running.append(name)
+        here = self.storages((args, kwargs))
+        self.inputs[name] = self.inputs.get(name, frozenset()) | here
+
+    def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        name = self.running.pop()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        size = sum(self.sizes[key] for key in self.storages(output))
+        self.outputs[name] = size, tuple(tensors[0].shape) if tensors else ()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        running = frozenset(self.running)
+        self.keeps += [(running, key) for key in self.storages(tensor)]
+        return tensor
+
+
+def trace_model(
+    build: Callable[[], nn.Module],
+    example: object,
+    *,
+    target: object = None,
+    loss: Callable[..., Any] | None = None,
+    compute: str | None = None,
+    device: str = "cpu",
+) -> ModelTrace:
+    """Run the forward of ``build()`` on a batch like ``example``, without memory.
+
+    ``example`` and ``target`` are tensors or nested ones, as for `Trainable.step`; only their
+    shapes and dtypes count. With ``loss``, what it saves belongs to the root. ``compute``: the
+    dtype of autocast. ``device`` decides which kernels of attention run. Raises ``PlanError`` if
+    the model cannot be built or run so.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    flops = FlopCounterMode(display=False, custom_mapping={FLASH_ATTENTION[0]: _attention_flops})
+    with mode:
+        try:
+            with torch.device(device):
+                model = build()
+            model.train()
+            given = partial(_like, device)
+            batch, goal = tree_map_only(torch.Tensor, given, (example, target))
+            own = {storage_id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+            run = _TracedRun(model, own)
+            with contextlib.ExitStack() as stack:
+                for part in model.modules():
+                    enter = part.register_forward_pre_hook(run.enter, with_kwargs=True)
+                    stack.callback(enter.remove)
+                    leave = part.register_forward_hook(run.leave, with_kwargs=True)
+                    stack.callback(leave.remove)
+                if compute is not None:
+                    dtype = getattr(torch, compute)
+                    stack.enter_context(torch.autocast(device, dtype))
+                stack.enter_context(torch.device(device))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor)
+                )
+                stack.enter_context(flops)
+                output = call_module(model, batch)
+                if loss is not None:
+                    loss(output) if goal is None else loss(output, goal)
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise PlanError(
+                f"the model cannot be traced without memory: {type(error).__name__}: {said}"
+            ) from error
+        return _traced(model, run, flops)
+
+
+def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
+    """The sizes of a model that ``package.module:function`` builds, and its trace in bfloat16.
+
+    The function returns a module and an example batch, or a module of tokens alone, which gets a
+    row of ``seq`` of them. Raises ``PlanError``.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        function = pkgutil.resolve_name(name)
+        with FakeTensorMode(), torch.device("meta"):
+            model, *given = _parts(function)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"it returned a {type(model).__name__}")
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PlanError(
+            f"MODEL {name!r}: expected package.module:function, which returns a module, or a "
+            f"module and an example batch; {said}"
+        ) from error
+    tokens = torch.empty(1, seq or 2048, dtype=torch.int64, device="meta")
+    example, build = given[0] if given else tokens, lambda: cast(nn.Module, _parts(function)[0])
+    twice = tree_map_only(torch.Tensor, _twice, example)
+    one = trace_model(build, example, compute="bfloat16")
+    return _shape(name, one, trace_model(build, twice, compute="bfloat16")), one
+
+
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor]) if tensor.ndim else tensor
+
+
+def _parts(function: Callable[[], object]) -> tuple[object, ...]:
+    made = function()
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
+    """The decoder that has as many parameters and operations, and keeps as much of a token.
+
+    ``two`` ran twice the batch of ``one``: what both keep alike is weights in bfloat16. A model
+    without blocks is a single one. Nothing is known of its heads, so no axis splits them.
+    """
+    blocks = [u for u in one.units if u.name in one.blocks or not one.blocks]
+    count, shape = len(one.blocks) or 1, next((u.shape for u in blocks if len(u.shape) > 1), ())
+    if not shape:
+        raise PlanError(f"MODEL {name!r}: no block of {one.name} returns a tensor of rows")
+    hidden, tokens = shape[-1], one.tokens
+    seq = math.prod(shape[1:-1])
+    parameters = sum(u.parameters for u in blocks) / count
+    extra = sum(u.flops for u in blocks) / count / tokens - 2 * parameters
+    attended = max(1, round(extra / (4 * seq)))
+    rest = one.parameters - sum(u.parameters for u in blocks)
+    head = (one.flops[""] - sum(u.flops for u in blocks)) / tokens / 2
+    is_tied = rest < 1.5 * head
+    kept = (
+        sum(u.saved["none"] for u in trace.units if u.name in one.blocks or not one.blocks)
+        for trace in (one, two)
+    )
+    less, more = kept
+    return ModelShape(
+        name=name,
+        layers=count,
+        hidden=hidden,
+        heads=1,
+        head_dim=attended,
+        ffn=max(1, round((parameters - (4 * attended + 8) * hidden) / (2 * hidden))),
+        glu=False,
+        vocab=max(1, round(rest / hidden / (1 if is_tied else 2))),
+        seq=seq,
+        tied=is_tied,
+        saved=(more - less) / count / tokens,
+    )
+
+
+def recompute_options(trace: ModelTrace, hardware: Hardware) -> list[list[RecomputeOption]]:
+    """The ways to run each unit: as it is, a block recomputed, or one or all cheap children of it.
+
+    Recomputing takes the time of the products, and of writing and reading what they make.
+    """
+    found: list[list[RecomputeOption]] = []
+    counted: frozenset[int] = frozenset()
+    for unit in trace.units:
+        whole = trace.kept(inside=unit.name) if unit.name else trace.kept() - counted
+        counted |= whole
+        options = [RecomputeOption(modules=(), seconds=0.0, kept=whole, again=0)]
+        if unit.name in trace.blocks:
+            children = trace.children[unit.name]
+            for modules in ((unit.name,), trace.cheap(unit.name), *((each,) for each in children)):
+                kept = trace.kept(modules, inside=unit.name)
+                again = trace.bytes_of(whole - kept)
+                if again and modules:
+                    flops = sum(trace.flops.get(name, 0) for name in modules)
+                    products = flops / (1e12 * hardware.matmul_tflops)
+                    seconds = products + 2 * again / (1e9 * hardware.memory_gbps)
+                    options.append(
+                        RecomputeOption(modules=modules, seconds=seconds, kept=kept, again=again)
+                    )
+        found.append(options)
+    return found
+
+
+def recompute_for(
+    trace: ModelTrace, hardware: Hardware, tokens: int, budget: float
+) -> RecomputePolicy:
+    """Choose what to recompute for microbatches of ``tokens``, within ``budget`` bytes."""
+    scale = tokens / trace.tokens
+    found = choose(recompute_options(trace, hardware), trace.sizes, budget / scale)
+    patterns: dict[str, set[str]] = {}
+    for name in found.modules:
+        patterns.setdefault(re.sub(r"\b\d+\b", "*", name), set()).add(name)
+    modules = [
+        name
+        for pattern, names in patterns.items()
+        for name in ([pattern] if {*match_names(pattern, trace.inputs)} == names else sorted(names))
+    ]
+    return replace(
+        found,
+        modules=tuple(modules),
+        seconds=found.seconds * scale,
+        peak=round(found.peak * scale),
+    )
+
+
+def _like(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
+) -> int:
+    """Operations of the two products of attention, whole also where it is causal."""
+    batch, heads, length, size = query
+    return 2 * batch * heads * length * key[-2] * (size + value[-1])
+
+
+def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> ModelTrace:
+    kind, flops = type(model).__name__, Counter[str]()
+    for name, found in counted.get_flop_counts().items():
+        if name.startswith(kind):
+            flops[name[len(kind) + 1 :]] = sum(found.values())
+    flops[""] = counted.get_total_flops()
+    called = list(run.inputs)
+    listed = tuple(name for name in blocks(model) if name in run.inputs)
+    beside = [
+        name
+        for name, _ in model.named_children()
+        if name in run.inputs and not any(f"{block}.".startswith(f"{name}.") for block in listed)
+    ]
+    children = {
+        name: tuple(n for n in called if n.rpartition(".")[0] == name)
+        for name in (*beside, *listed)
+    }
+    trace = ModelTrace(
+        name=kind,
+        units=(),
+        blocks=listed,
+        flops=MappingProxyType(dict(flops)),
+        keeps=tuple(run.keeps),
+        inputs=MappingProxyType(run.inputs),
+        sizes=MappingProxyType(run.sizes),
+        children=MappingProxyType(children),
+    )
+    units = [*sorted(children, key=called.index), ""]
+    policies = {
+        "none": (),
+        "selective": tuple(n for block in listed for n in trace.cheap(block)),
+        "full": listed,
+    }
+    saved: dict[str, dict[str, int]] = {name: {} for name in units}
+    for policy, again in policies.items():
+        counted_before: set[int] = set()
+        for name in units:
+            mine = trace.kept(again, inside=name or None) - counted_before
+            counted_before |= mine
+            saved[name][policy] = trace.bytes_of(mine)
+    seen: set[int] = set()
+    found = []
+    for name in units:
+        parameters = {id(p): p for p in model.get_submodule(name).parameters()}
+        mine_alone = [p for key, p in parameters.items() if key not in seen]
+        seen |= parameters.keys()
+        size, shape = run.outputs.get(name, (0, ()))
+        found.append(
+            UnitTrace(
+                name=name,
+                parameters=sum(p.numel() for p in mine_alone),
+                parameter_bytes=MappingProxyType(_by_dtype(mine_alone)),
+                flops=flops[name] - (sum(flops[each] for each in children) if not name else 0),
+                saved=MappingProxyType(saved[name]),
+                output=size,
+                shape=shape,
+            )
+        )
+    return replace(trace, units=tuple(found))
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
+    found = Counter[str]()
+    for each in parameters:
+        found[str(each.dtype).removeprefix("torch.")] += each.numel() * each.itemsize
+    return dict(found)
