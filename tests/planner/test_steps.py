@@ -64,6 +64,9 @@ def test_an_exchange_sends_each_token_once_to_a_node() -> None:
         ("zb1p", 4, 1, 20),
         ("zbv", 4, 2, 23),
         ("dualpipev", 4, 2, 24),
+        ("zb2p", 4, 1, 20),
+        ("vhalf", 4, 2, 24),
+        ("vmin", 4, 2, 24),
     ],
 )
 def test_a_step_is_drawn_out_as_its_schedule_runs(

@@ -74,9 +74,13 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
         fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
     elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
         fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
+        if layout.schedule == "zb2p":  # its ranks begin one after another
+            fill = max(fill, sum(s.forward for s in stages[:-1]))
     else:
         each = [s.both for s in stages]
         fill = (sum(each) - max(each)) / layout.chunks
+        if layout.schedule == "vmin":  # a slot is as long as the longest of F, I and W
+            fill += m * min(6 * max(s.forward, s.input, s.weight) - 2 * s.both for s in stages)
     return m * slowest + fill + 2 * (p - 1) * transfer
 
 
