@@ -67,5 +67,5 @@ def test_what_is_alive_after_a_forward_is_what_was_traced(name: str, option: str
     trace = trace_model(row.sample.build, batch, target=target, loss=row.sample.loss)
     real = left_behind(name, recompute)
     assert abs(trace.saved(recompute) - real) <= 0.02 * real, (trace.saved(recompute), real)
-    if recompute:
-        assert trace.saved(recompute) < trace.saved()
+    if name in ("transformer", "language model", "attention") and recompute:
+        assert trace.saved(recompute) < 0.6 * trace.saved()
