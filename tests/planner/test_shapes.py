@@ -95,7 +95,7 @@ def test_a_model_reads_the_same_from_toml_and_from_a_configuration(tmp_path: Pat
         ("heads = 0", "heads"),
         ("heads = 65", "heads"),
         ("experts = 8", "topk"),
-        ("hiden = 4096", "hiden"),
+        ("hiddn = 4096", "hiddn"),
         ("vocab = 1e300", "vocab"),
     ],
 )

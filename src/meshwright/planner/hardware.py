@@ -34,8 +34,8 @@ class Hardware:
     """The largest rate that matrix products were measured at, in bf16."""
     matmul_fp32_tflops: Positive | None = None
     """The same in fp32, where `--calibrate` measured it: the peak of fp32 runs."""
-    matmul_fp8_tflops: float | None = None
-    matmul_fp4_tflops: float | None = None
+    matmul_fp8_tflops: Positive | None = None
+    matmul_fp4_tflops: Positive | None = None
     memory_gbps: Positive
     """Rate of the GPU's own memory."""
     processors: Annotated[int, AtLeast(1)] = 108
