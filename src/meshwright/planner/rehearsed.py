@@ -1,9 +1,8 @@
 """One step of one rank of many, in one process: the bytes of each category, as its run has them.
 
 The rank lays the model out and trains by the code of every run, in a world whose other ranks are
-missing. So shards with their padding, buckets, gathered units and messages have the sizes that they
-will have. Values are wrong, where those of others are needed; nothing that has a size depends on
-them, but for tokens that routers send away.
+missing. So shards with their padding, buckets, gathered units and messages have their sizes. Values
+are wrong; no size depends on them, but for tokens that routers send away.
 """
 
 from __future__ import annotations
@@ -55,10 +54,6 @@ class RankBytes:
     """The most at a time of all others: what the model makes."""
     peak: int
     """The most of all tensors at a time."""
-
-    def parts(self) -> Mapping[str, int]:
-        """Its numbers by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class MemoryLedger(TorchDispatchMode):

@@ -13,11 +13,10 @@ import pkgutil
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -33,6 +32,9 @@ from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choos
 from meshwright.planner.shapes import ModelShape
 from meshwright.torch_internals.tensors import FLASH_ATTENTION, FakeTensorMode, storage_id
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
+
+CHEAP = 0.5
+"""Share of a block's operations below which a child of it is cheap to recompute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,6 @@ class ModelTrace:
     """Storages that modules were called with."""
     sizes: Mapping[int, int]
     """Bytes of storages."""
-    children: Mapping[str, tuple[str, ...]]
-    """Modules directly inside of units that were called."""
 
     @property
     def parameters(self) -> int:
@@ -103,10 +103,11 @@ class ModelTrace:
                 found |= self.inputs[name]
         return frozenset(found)
 
-    def cheap(self, block: str) -> tuple[str, ...]:
-        """The children of ``block`` that have less than half of its operations each."""
-        most = self.flops.get(block, 0) / 2
-        return tuple(n for n in self.children[block] if self.flops.get(n, 0) < max(most, 1))
+    def children(self, block: str, share: float = 2.0) -> tuple[str, ...]:
+        """Modules inside of ``block`` that have less than ``share`` of its operations each."""
+        most = max(share * self.flops.get(block, 0), 1)
+        inside = (name for name in self.inputs if name.rpartition(".")[0] == block)
+        return tuple(name for name in inside if self.flops.get(name, 0) < most)
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         """Bytes of ``storages`` together."""
@@ -120,16 +121,20 @@ class ModelTrace:
 class _TracedRun:
     """What is seen of one forward."""
 
-    def __init__(self, model: nn.Module, own: Collection[int]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.names = {id(part): name for name, part in model.named_modules()}
-        self.own = own
-        """Storages of parameters and buffers."""
         self.running: list[str] = []
         self.keeps: list[tuple[frozenset[str], int]] = []
         self.inputs: dict[str, frozenset[int]] = {}
         self.outputs: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.sizes: dict[int, int] = {}
-        self._held: list[torch.UntypedStorage] = []  # so that no number is given twice
+        own = (*model.parameters(), *model.buffers())
+        # Storages are held, so that no number is given twice.
+        self._held = [tensor.untyped_storage() for tensor in own]
+        self._own = {storage_id(storage) for storage in self._held}
+        for part in model.modules():
+            part.register_forward_pre_hook(self.enter, with_kwargs=True)
+            part.register_forward_hook(self.leave, with_kwargs=True)
 
     def storages(self, values: object) -> frozenset[int]:
         """Number the storages of the tensors in ``values``, without the model's own."""
@@ -138,23 +143,20 @@ class _TracedRun:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 key = storage_id(storage)
-                if key not in self.own:
+                if key not in self._own:
                     self._held.append(storage)
                     self.sizes[key] = storage.nbytes()
                     found.add(key)
         return frozenset(found)
 
     def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
-        name = self.names[id(module)]
-        self.running.append(name)
-        here = self.storages((args, kwargs))
-        self.inputs[name] = self.inputs.get(name, frozenset()) | here
+        self.running.append(name := self.names[id(module)])
+        self.inputs[name] = self.inputs.get(name, frozenset()) | self.storages((args, kwargs))
 
     def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        name = self.running.pop()
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        shapes = [tuple(t.shape) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         size = sum(self.sizes[key] for key in self.storages(output))
-        self.outputs[name] = size, tuple(tensors[0].shape) if tensors else ()
+        self.outputs[self.running.pop()] = size, shapes[0] if shapes else ()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         running = frozenset(self.running)
@@ -169,48 +171,28 @@ def trace_model(
     target: object = None,
     loss: Callable[..., Any] | None = None,
     compute: str | None = None,
-    device: str = "cpu",
 ) -> ModelTrace:
     """Run the forward of ``build()`` on a batch like ``example``, without memory.
 
-    ``example`` and ``target`` are tensors or nested ones, as for `Trainable.step`; only their
-    shapes and dtypes count. With ``loss``, what it saves belongs to the root. ``compute``: the
-    dtype of autocast. ``device`` decides which kernels of attention run. Raises ``PlanError`` if
-    the model cannot be built or run so.
+    Of ``example`` and ``target``, as for `Trainable.step`, shapes and dtypes count. What ``loss``
+    saves belongs to the root. ``compute``: the dtype of autocast. Raises ``PlanError`` if the model
+    cannot be built or run so.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     flops = FlopCounterMode(display=False, custom_mapping={FLASH_ATTENTION[0]: _attention_flops})
-    with mode:
+    computing = compute and torch.autocast("cpu", getattr(torch, compute))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         try:
-            with torch.device(device):
-                model = build()
-            model.train()
-            given = partial(_like, device)
-            batch, goal = tree_map_only(torch.Tensor, given, (example, target))
-            own = {storage_id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-            run = _TracedRun(model, own)
-            with contextlib.ExitStack() as stack:
-                for part in model.modules():
-                    enter = part.register_forward_pre_hook(run.enter, with_kwargs=True)
-                    stack.callback(enter.remove)
-                    leave = part.register_forward_hook(run.leave, with_kwargs=True)
-                    stack.callback(leave.remove)
-                if compute is not None:
-                    dtype = getattr(torch, compute)
-                    stack.enter_context(torch.autocast(device, dtype))
-                stack.enter_context(torch.device(device))
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor)
-                )
-                stack.enter_context(flops)
+            model = build().train()
+            run = _TracedRun(model)
+            saving = torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor)
+            batch, goal = tree_map_only(torch.Tensor, _like, (example, target))
+            with computing or contextlib.nullcontext(), saving, flops:
                 output = call_module(model, batch)
                 if loss is not None:
                     loss(output) if goal is None else loss(output, goal)
         except Exception as error:
-            said = " ".join(str(error).split())
-            raise PlanError(
-                f"the model cannot be traced without memory: {type(error).__name__}: {said}"
-            ) from error
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise PlanError(f"the model cannot be traced without memory: {said}") from error
         return _traced(model, run, flops)
 
 
@@ -235,14 +217,20 @@ def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
             f"module and an example batch; {said}"
         ) from error
     tokens = torch.empty(1, seq or 2048, dtype=torch.int64, device="meta")
-    example, build = given[0] if given else tokens, lambda: cast(nn.Module, _parts(function)[0])
-    twice = tree_map_only(torch.Tensor, _twice, example)
-    one = trace_model(build, example, compute="bfloat16")
-    return _shape(name, one, trace_model(build, twice, compute="bfloat16")), one
+    example = given[0] if given else tokens
+    one, two = (
+        trace_model(
+            lambda: cast(nn.Module, _parts(function)[0]),
+            tree_map_only(torch.Tensor, partial(_rows, times), example),
+            compute="bfloat16",
+        )
+        for times in (1, 2)
+    )
+    return _shape(name, one, two), one
 
 
-def _twice(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, tensor]) if tensor.ndim else tensor
+def _rows(times: int, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor] * times) if tensor.ndim else tensor
 
 
 def _parts(function: Callable[[], object]) -> tuple[object, ...]:
@@ -268,11 +256,10 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
     rest = one.parameters - sum(u.parameters for u in blocks)
     head = (one.flops[""] - sum(u.flops for u in blocks)) / tokens / 2
     is_tied = rest < 1.5 * head
-    kept = (
-        sum(u.saved["none"] for u in trace.units if u.name in one.blocks or not one.blocks)
-        for trace in (one, two)
+    names = [u.name for u in blocks]
+    less, more = (
+        sum(u.saved["none"] for u in trace.units if u.name in names) for trace in (one, two)
     )
-    less, more = kept
     return ModelShape(
         name=name,
         layers=count,
@@ -300,17 +287,15 @@ def recompute_options(trace: ModelTrace, hardware: Hardware) -> list[list[Recomp
         counted |= whole
         options = [RecomputeOption(modules=(), seconds=0.0, kept=whole, again=0)]
         if unit.name in trace.blocks:
-            children = trace.children[unit.name]
-            for modules in ((unit.name,), trace.cheap(unit.name), *((each,) for each in children)):
-                kept = trace.kept(modules, inside=unit.name)
-                again = trace.bytes_of(whole - kept)
-                if again and modules:
-                    flops = sum(trace.flops.get(name, 0) for name in modules)
-                    products = flops / (1e12 * hardware.matmul_tflops)
-                    seconds = products + 2 * again / (1e9 * hardware.memory_gbps)
-                    options.append(
-                        RecomputeOption(modules=modules, seconds=seconds, kept=kept, again=again)
-                    )
+            name = unit.name
+            ways = [(name,), trace.children(name, CHEAP), *((n,) for n in trace.children(name))]
+            for way in ways:
+                kept = trace.kept(way, inside=name)
+                if again := trace.bytes_of(whole - kept):
+                    seconds = sum(trace.flops.get(n, 0) for n in way) / hardware.products[2]
+                    seconds += 2 * again / (1e9 * hardware.memory_gbps)
+                    option = RecomputeOption(modules=way, seconds=seconds, kept=kept, again=again)
+                    options.append(option)
         found.append(options)
     return found
 
@@ -321,24 +306,17 @@ def recompute_for(
     """Choose what to recompute for microbatches of ``tokens``, within ``budget`` bytes."""
     scale = tokens / trace.tokens
     found = choose(recompute_options(trace, hardware), trace.sizes, budget / scale)
-    patterns: dict[str, set[str]] = {}
+    modules: dict[str, None] = {}
     for name in found.modules:
-        patterns.setdefault(re.sub(r"\b\d+\b", "*", name), set()).add(name)
-    modules = [
-        name
-        for pattern, names in patterns.items()
-        for name in ([pattern] if {*match_names(pattern, trace.inputs)} == names else sorted(names))
-    ]
-    return replace(
-        found,
-        modules=tuple(modules),
-        seconds=found.seconds * scale,
-        peak=round(found.peak * scale),
-    )
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        is_whole = {*match_names(pattern, trace.inputs)} <= {*found.modules}
+        modules[pattern if is_whole else name] = None
+    seconds, peak = found.seconds * scale, round(found.peak * scale)
+    return replace(found, modules=tuple(modules), seconds=seconds, peak=peak)
 
 
-def _like(device: str, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _attention_flops(
@@ -350,68 +328,52 @@ def _attention_flops(
 
 
 def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> ModelTrace:
-    kind, flops = type(model).__name__, Counter[str]()
-    for name, found in counted.get_flop_counts().items():
-        if name.startswith(kind):
-            flops[name[len(kind) + 1 :]] = sum(found.values())
+    kind = type(model).__name__
+    found = {k: sum(v.values()) for k, v in counted.get_flop_counts().items()}
+    flops = {k[len(kind) + 1 :]: v for k, v in found.items() if k.startswith(kind)}
     flops[""] = counted.get_total_flops()
-    called = list(run.inputs)
+    called = tuple(run.inputs)
     listed = tuple(name for name in blocks(model) if name in run.inputs)
-    beside = [
-        name
-        for name, _ in model.named_children()
-        if name in run.inputs and not any(f"{block}.".startswith(f"{name}.") for block in listed)
-    ]
-    children = {
-        name: tuple(n for n in called if n.rpartition(".")[0] == name)
-        for name in (*beside, *listed)
-    }
+    above = {f"{name}.".split(".")[0] for name in listed}
+    units = [n for n in called if n in listed or (n and "." not in n and n not in above)]
     trace = ModelTrace(
         name=kind,
         units=(),
         blocks=listed,
-        flops=MappingProxyType(dict(flops)),
+        flops=flops,
         keeps=tuple(run.keeps),
-        inputs=MappingProxyType(run.inputs),
-        sizes=MappingProxyType(run.sizes),
-        children=MappingProxyType(children),
+        inputs=run.inputs,
+        sizes=run.sizes,
     )
-    units = [*sorted(children, key=called.index), ""]
-    policies = {
+    policies: dict[str, Sequence[str]] = {
         "none": (),
-        "selective": tuple(n for block in listed for n in trace.cheap(block)),
+        "selective": [n for block in listed for n in trace.children(block, CHEAP)],
         "full": listed,
     }
-    saved: dict[str, dict[str, int]] = {name: {} for name in units}
-    for policy, again in policies.items():
-        counted_before: set[int] = set()
-        for name in units:
-            mine = trace.kept(again, inside=name or None) - counted_before
-            counted_before |= mine
-            saved[name][policy] = trace.bytes_of(mine)
+    counted_before = {policy: frozenset[int]() for policy in policies}
     seen: set[int] = set()
-    found = []
-    for name in units:
-        parameters = {id(p): p for p in model.get_submodule(name).parameters()}
-        mine_alone = [p for key, p in parameters.items() if key not in seen]
-        seen |= parameters.keys()
-        size, shape = run.outputs.get(name, (0, ()))
-        found.append(
+    rows: list[UnitTrace] = []
+    for name in (*units, ""):
+        saved, size = {}, Counter[str]()
+        for policy, again in policies.items():
+            mine = trace.kept(again, inside=name or None) - counted_before[policy]
+            counted_before[policy] |= mine
+            saved[policy] = trace.bytes_of(mine)
+        own = {id(p): p for p in model.get_submodule(name).parameters() if id(p) not in seen}
+        seen |= own.keys()
+        for each in own.values():
+            size[str(each.dtype).removeprefix("torch.")] += each.numel() * each.itemsize
+        output, shape = run.outputs.get(name, (0, ()))
+        rest = sum(flops.get(unit, 0) for unit in units) if not name else 0
+        rows.append(
             UnitTrace(
                 name=name,
-                parameters=sum(p.numel() for p in mine_alone),
-                parameter_bytes=MappingProxyType(_by_dtype(mine_alone)),
-                flops=flops[name] - (sum(flops[each] for each in children) if not name else 0),
-                saved=MappingProxyType(saved[name]),
-                output=size,
+                parameters=sum(p.numel() for p in own.values()),
+                parameter_bytes=size,
+                flops=flops.get(name, 0) - rest,
+                saved=saved,
+                output=output,
                 shape=shape,
             )
         )
-    return replace(trace, units=tuple(found))
-
-
-def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
-    found = Counter[str]()
-    for each in parameters:
-        found[str(each.dtype).removeprefix("torch.")] += each.numel() * each.itemsize
-    return dict(found)
+    return replace(trace, units=tuple(rows))

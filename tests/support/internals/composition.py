@@ -13,7 +13,7 @@ __getattr__ = names_inside(
         "meshwright.composition.data_layout": "LayoutCommunicators, ReplicatedLayout",
         "meshwright.composition.example_run": "copied, observe",
         "meshwright.composition.expert_rules": "expert_problems, expert_split, expert_styles",
-        "meshwright.composition.laying_out": "split_over_experts",
+        "meshwright.composition.laying_out": "recompute_modules, split_over_experts",
         "meshwright.composition.pipelined": "PipelinedLayout, PipelinedTrainable",
         "meshwright.composition.stages": (
             "_keep_unused, _partition, chunks_of, cut_model, order_of"
