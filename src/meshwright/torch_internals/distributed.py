@@ -374,9 +374,10 @@ def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
 
 
 def fake_store() -> Any:  # noqa: ANN401
-    """Make the store of a world of backend ``fake``, and register that backend."""
-    name = "torch.testing._internal.distributed.fake_pg.FakeStore"
-    return required(name, "runs one rank of many")()
+    """Make the store of a world of backend ``fake``; DTensors forget meshes of earlier worlds."""
+    why = "runs one rank of many"
+    required("torch.distributed.tensor.debug._clear_sharding_prop_cache", why)()
+    return required("torch.testing._internal.distributed.fake_pg.FakeStore", why)()
 
 
 @contextlib.contextmanager

@@ -71,6 +71,7 @@ said_devices      gradients/norm.py             import torch | x = torch.zeros(2
 said_devices      gradients/norm.py             from torch import tensor as made | x = made(1)
 torch_free        plan.py                       import torch
 torch_free        schedule/actions.py           from torch import Tensor
+torch_free        planner/search.py             from meshwright.planner.traced import trace_model
 function_imports  plan.py                       def f() -> None: import json
 function_imports  plan.py                       import importlib | def f() -> None: importlib.import_module('x')
 optional_imports  comm/groups/launch.py         import rich
