@@ -88,7 +88,7 @@ ROOM_LINES: dict[str, int] = {
     "testing": 3396,
     "timeline": 242,
     "toml_source": 560,
-    "torch_internals": 1450,
+    "torch_internals": 1451,
     "transfer": 323,
 }
 
