@@ -14,6 +14,7 @@ from types import MappingProxyType
 from fuzz.mixtures import MIXTURES
 from fuzz.models import ModelSpec, draw_mixture, draw_model, with_experts
 from fuzz.sequences import Sequences, draw_sequences, simpler_ones
+from support.internals.schedule import BUILDERS
 
 __all__ = ["BY_HAND", "CONTEXT", "EXPERTS", "STEPS", "Case", "draw_case", "simpler", "without"]
 
@@ -26,7 +27,7 @@ STEPS = 4
 CHANGED = 2
 """The step before which something of the model is changed, saved or loaded."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
+SCHEDULES = tuple(BUILDERS)
 
 BY_HAND: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {

@@ -75,14 +75,15 @@ class PlanCommand:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
         default = str(calibrated_file()) if calibrated_file().exists() else "h100"
         hardware = load_hardware(self.hardware or default)
+        about: dict[str, Any] = {}
         if ":" in self.model:
             shape, trace = planner.named_model(self.model, self.seq)
-            about: dict[str, Any] = {
+            about = {
                 "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
                 "recomputing": partial(planner.recompute_for, trace, hardware),
             }
         else:
-            shape, about = model_shape(self.model, self.seq or None), {}
+            shape = model_shape(self.model, self.seq or None)
         found = answer(shape, self.gpus, hardware, self.batch, **about)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:

@@ -196,7 +196,7 @@ def rehearse(
         raise PlanError(f"rank: expected 0 to {size - 1} ({plan.axes}), found {rank}")
     parts = plan.train.accumulate * plan.pipeline.microbatches
     part = cut_batch(batch, None, parts)[0][0]
-    example = part if isinstance(part, Mapping | Sequence) else (part,)
+    example = part if isinstance(part, (dict, list, tuple)) else (part,)
     with rehearsing(rank, size):
         how = {"loss": loss, "optimizer": optimizer, "example": example}
         return rank_bytes(build, plan, batch, target, **how)

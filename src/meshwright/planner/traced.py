@@ -354,7 +354,7 @@ def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> Mode
     seen: set[int] = set()
     rows: list[UnitTrace] = []
     for name in (*units, ""):
-        saved, size = {}, Counter[str]()
+        saved, size = dict[str, int](), Counter[str]()
         for policy, again in policies.items():
             mine = trace.kept(again, inside=name or None) - counted_before[policy]
             counted_before[policy] |= mine
