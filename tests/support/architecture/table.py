@@ -55,7 +55,7 @@ ROOM_LINES: dict[str, int] = {
     "__main__": 8,
     "axes": 159,
     "checkpoint": 5934,
-    "cli": 938,
+    "cli": 940,
     "comm": 16104,
     "compiler": 1236,
     "composition": 5883,
@@ -88,7 +88,7 @@ ROOM_LINES: dict[str, int] = {
     "testing": 3396,
     "timeline": 242,
     "toml_source": 560,
-    "torch_internals": 1450,
+    "torch_internals": 1451,
     "transfer": 317,
 }
 
