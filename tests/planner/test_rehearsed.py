@@ -24,7 +24,7 @@ from support.internals.planner import rank_bytes
 EXACT = ("parameters", "gradients", "optimizer", "communication")
 QUICK = ("shard=2", "pipeline=2")
 LAYOUTS = (
-    *("replicate=2", "tensor=2", "context=2", "expert=2", "shard=3", "pipeline=4"),
+    *("replicate=2", "tensor=2", "context=2", "expert=2", "shard=3"),
     *("replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2", "pipeline=2,shard=2"),
     "shard=2,context=2",
 )
@@ -34,7 +34,7 @@ FAR = ("shard=2,context=2",)
 
 def cell_of(axes: str, **how: Any) -> Cell:
     model = "language model"
-    for axis, other in (("context", "attention"), ("expert", "mixture"), ("pipeline=4", "deep")):
+    for axis, other in (("context", "attention"), ("expert", "mixture")):
         model = other if axis in axes else model
     schedule = "1f1b" if "pipeline" in axes else ""
     return Cell(axes=axes, model=model, schedule=schedule, optimizer="adamw", **how)
