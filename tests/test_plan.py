@@ -136,6 +136,7 @@ plans = st.builds(
     pipeline=st.builds(
         PipelinePlan,
         schedule=st.sampled_from(get_args(ScheduleName)),
+        order=texts,
         microbatches=st.integers(1, 64),
         split=st.sampled_from(["auto", "parameters"]) | lists,
     ),

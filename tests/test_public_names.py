@@ -155,6 +155,7 @@ DOCUMENTED = (
     "meshwright.mesh",
     "meshwright.pipelining",
     "meshwright.plan",
+    "meshwright.planner",
     "meshwright.randomness",
     "meshwright.report",
     "meshwright.schedule",

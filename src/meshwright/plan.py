@@ -74,6 +74,9 @@ class PipelinePlan:
 
     schedule: ScheduleName = "1f1b"
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zb2p, zbv, vhalf, vmin or dualpipev."""
+    order: str = ""
+    """A CSV file with an order to run instead of the schedule's, as `meshwright simulate --find`
+    writes it; relative to the folder in which the ranks start."""
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
     split: Literal["auto", "parameters", "model"] | tuple[str, ...] = "auto"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from meshwright.gradients import digests_of
 from meshwright.layout import Box
 
 __all__ = ["Publisher", "Receipt", "Receiver"]
+
+_log = logging.getLogger(__name__)
 
 _Place = tuple[str, Box]
 """The first name of a tensor, and a box that a rank holds of it."""
@@ -208,8 +211,9 @@ class _Side:
                 _write(memory, each, line)
         if not self._publishes:
             weights.load()
-        self.version = version
-        return Receipt(version, _hash(sorted(pairs)), sum(each.size for each, *_ in moved))
+        self.version, bytes_moved = version, sum(each.size for each, *_ in moved)
+        _log.info("weights of version %d: %d bytes moved", version, bytes_moved)
+        return Receipt(version, _hash(sorted(pairs)), bytes_moved)
 
     def _holdings(self, weights: ModelState) -> tuple[dict[_Place, Tensor], dict[str, Any]]:
         """Return the memory of this rank's boxes, and what it tells the others of them."""
@@ -221,6 +225,8 @@ class _Side:
         memory: dict[_Place, Tensor] = {}
         tensors: list[pieces.Held] = []
         for name, tensor in weights.tensors.items():
+            if tensor.is_meta:
+                raise ValueError(f"{name!r} is on the meta device: give it memory, as by to_empty")
             boxes = {box: part for box, part in held_boxes(tensor, name) if box.numel}
             memory |= {(called[name], box): part for box, part in boxes.items()}
             dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype

@@ -22,7 +22,7 @@ from meshwright.report import read_chrome_trace, write_chrome_trace
 from meshwright.testing import Ranks
 from support.internals.composition import chunks_of
 from support.internals.recipes import compare_runs
-from support.internals.schedule import BUILDERS, Costs, lower, one_f_one_b, simulate
+from support.internals.schedule import BUILDERS, Costs, load_csv, lower, one_f_one_b, simulate
 from support.recipes.runs import CONFIG, losses, run_tiny, write_text
 
 DEADLINE = 90.0
@@ -118,7 +118,7 @@ def started(*words: str, shown: str = "step 2/") -> Iterator[subprocess.Popen[st
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected a command: train, compare, doctor, report, simulate, checkpoint verify"),
+        ([], "expected a command: train, compare, doctor, report, plan, simulate"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
         (["train"], "meshwright train: Missing from meshwright train: CONFIG.toml"),
@@ -470,6 +470,28 @@ def test_simulate_has_the_stages_of_a_plan(
         assert "15.8% of it idle" in said[0]
 
 
+def test_simulate_finds_an_order_for_the_costs_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    costs = Costs(forward=[3.0, 1.0], input=[1.0, 2.0], weight=[1.0, 1.0], transfer=0.25)
+    ran = simulate(lower(one_f_one_b(2, 4)), costs)
+    write_chrome_trace(ran.timeline, tmp_path / "timeline.json")
+    assert main(["simulate", str(tmp_path)]) == 0
+    assert f"in all {ran.makespan:g}, " in capsys.readouterr().out
+    file = tmp_path / "found.csv"
+    assert main(["simulate", str(tmp_path), "--find", "--write", str(file)]) == 0
+    out = capsys.readouterr().out
+    lines = map(str.split, out.split("\n\n")[0].splitlines())
+    told = {name: float(seconds.strip(",")) for name, seconds, *_ in lines}
+    assert {"1f1b", "gpipe", "zb1p", "zb2p", "automatic", "measured"} <= set(told)
+    assert "more than may be" in out  # gpipe holds all microbatches
+    assert told["automatic"] < told["1f1b"]
+    written = load_csv(file)
+    assert (written.name, written.stages, written.microbatches) == ("automatic", 2, 4)
+    assert main(["simulate", "1f1b", "--find", "--limit", "0.5"]) == 2
+    assert "one microbatch at a time needs 1 of memory" in capsys.readouterr().err
+
+
 def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = simulate(lower(one_f_one_b(2, 4)), Costs(transfer=0.25))
     write_chrome_trace(found.timeline, tmp_path / "timeline.json")
@@ -516,6 +538,8 @@ def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_p
         (["1f1b", "--microbatches", "2"], "Number of microbatches (2) must be greater"),
         (["loopedbfs", "--stages", "6"], "--stages: expected a multiple of the 4 ranks, found 6"),
         (["none.csv"], "none.csv: No such file or directory"),
+        (["none.json"], "none.json: No such file or directory"),
+        (["gpipe", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
         (["gpipe", "--ranks", "0"], "expected at least 1 for the number of ranks, found 0"),
         (["gpipe", "--forward", "-1"], "--forward: expected a number of at least 0, found -1"),
         (["gpipe", "--transfer", "nan"], "--transfer: expected a number of at least 0, found nan"),

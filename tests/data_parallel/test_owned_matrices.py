@@ -22,6 +22,7 @@ from meshwright.testing import Ranks
 from support.data_parallel.matrices import D, NewtonSchulz, batch, factory, loss_of, mlp
 from support.internals.data_parallel import deal, sharers_of
 from support.internals.gradients import OptimizerList, as_one
+from support.late import raises_by_now
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
@@ -42,18 +43,18 @@ def llama(layers: int, d: int, kv: int, f: int) -> list[tuple[int, int]]:
     return [(d, d), (kv, d), (kv, d), (d, d), (f, d), (f, d), (d, f)] * layers
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
 @pytest.mark.parametrize(
     "shapes",
     [llama(16, 2048, 512, 8192), llama(32, 4096, 1024, 14336), llama(80, 8192, 1024, 28672)],
     ids=["1B", "8B", "70B"],
 )
-def test_ranks_have_equal_work_on_a_llama(shapes: list[tuple[int, int]], ranks: int) -> None:
-    owners, imbalance = deal(shapes, ranks)
-    loads = [0] * ranks
+def test_ranks_have_equal_work_on_a_llama(shapes: list[tuple[int, int]], count: int) -> None:
+    owners, imbalance = deal(shapes, count)
+    loads = [0] * count
     for owner, (rows, columns) in zip(owners, shapes, strict=True):
         loads[owner] += rows * columns * min(rows, columns)
-    assert imbalance == pytest.approx(max(loads) * ranks / sum(loads))
+    assert imbalance == pytest.approx(max(loads) * count / sum(loads))
     assert imbalance <= 1.1
 
 
@@ -100,6 +101,8 @@ def test_several_optimizers_are_one() -> None:
     for number, values in expected["state"].items():
         for key, value in values.items():
             assert torch.equal(found["state"][number][key], value)
+    with pytest.raises(TypeError, match="no optimizer of the list would step it"):
+        one.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         as_one([muon, torch.optim.SGD([muon.param_groups[0]["params"][0]])])
 
@@ -199,6 +202,25 @@ def test_four_ranks_train_as_one_process(ranks: Ranks, layout: str, kind: str) -
     ranks(4, body_trains, layout, kind)
 
 
+def body_same_bits(layout: str) -> None:
+    """All ranks read the same, so that the mean of their gradients is that of one."""
+    one, model = mlp(), LAYOUTS[layout](mlp())
+    pair = [factory("own")(one.parameters()), factory("own", model)(model.parameters())]
+    for step in range(3):
+        for each, optimizers in zip((one, model), pair, strict=True):
+            loss_of(each(batch(step))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for expected, mine in zip(one.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(mine), expected)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_equal_gradients_give_equal_bits(ranks: Ranks, layout: str) -> None:
+    ranks(2, body_same_bits, layout)
+
+
 # ------------------------------------------------------------------------------- what is sent
 
 
@@ -295,8 +317,10 @@ def body_writes() -> None:
         assert step(write) == ["weights to owners", *two]
         assert step(lambda: None) == two
     assert step(lambda: weight.data.copy_(weight.detach())) == two  # the same bits
+    step(lambda: model.to("cpu"))  # torch swaps the parameters, to which no weak reference may be
+    assert sharers_of(weight)[0] is not None
     for write in (lambda: weight.data.mul_(2.0), lambda: torch._foreach_mul_([weight], 2.0)):
-        with pytest.raises(LayoutError, match="'0.weight' has changed since .* param.copy_"):
+        with raises_by_now(LayoutError, match="'0.weight' has changed since .* param.copy_"):
             step(write)
         assert step(lambda: weight.copy_(weight.detach())) == ["weights to owners", *two]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,11 @@ from meshwright.cli import main
 
 SIZES = ("layers = 16", "hidden = 2048", "heads = 16", "ffn = 8192", "vocab = 32000", "seq = 2048")
 MODEL = "\n".join(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -63,6 +70,36 @@ def test_a_file_of_runs_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[-1].endswith("rows 0 of 0")
 
 
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+MACHINE = """\
+name = "mine"
+memory_gib = 80
+peak_tflops = 900
+matmul_tflops = 700
+memory_gbps = 3000
+node = 8
+intra_gbps = 450
+inter_gbps = 50
+"""
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``meshwright plan`` says to words that are wrong: one line."""
+    assert main(["plan", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    return printed.err
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -71,9 +108,14 @@ def test_a_file_of_runs_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["none.json"], "none.json"),
         (["no_such_package:build"], "no_such_package"),
         (["MODEL", "--gpus", "0"], "--gpus: expected 1 to"),
+        (["MODEL", "--gpus", "-8"], "--gpus: expected 1 to"),
+        (["MODEL", "--gpus", "nan"], "--gpus"),
+        (["MODEL", "--gpus", "999999999999"], "--gpus: expected 1 to"),
         (["MODEL", "--batch", "-3"], "--batch: expected"),
         (["MODEL", "--seq", "-3"], "--seq: expected"),
+        (["MODEL", "--seq", "99999999999999999999"], "'seq'"),
         (["MODEL", "--hardware", "abacus"], "--hardware: expected"),
+        (["MODEL", "--hardware", "../h100"], "--hardware: expected"),
         (["--data", "none.json"], "none.json"),
     ],
 )
@@ -81,7 +123,96 @@ def test_plan_refuses(
     words: list[str], problem: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [model if word == "MODEL" else word for word in words]
-    assert main(["plan", *given]) == 2
-    printed = capsys.readouterr().err
-    assert problem in printed
-    assert len(printed.splitlines()) == 1
+    assert problem in refusal(given, capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("layers = 16", "layers = -1", "layers"),
+        ("layers = 16", "layers = 1000000", "layers"),
+        ("layers = 16", "layers = nan", "layers"),
+        ("hidden = 2048", "hidden = inf", "hidden"),
+        ("hidden = 2048", "hidden = true", "hidden"),
+        ("heads = 16", "heads = 1000000000", "heads"),
+        ("heads = 16", "heads = 16\nkv_heads = 3", "kv_heads"),
+        ("heads = 16", "heads = 16\nkv_heads = 64", "kv_heads"),
+        ("ffn = 8192", "ffn = [8192]", "ffn"),
+        ("vocab = 32000", "vocab = 1000000000000", "vocab"),
+        ("seq = 2048", "seq = 0", "seq"),
+        ("seq = 2048", "seq = 2048\nexperts = 8\ntopk = 9", "topk"),
+        ("seq = 2048", "seq = 2048\nexperts = 8\ntopk = 2", "moe_ffn"),
+        ("seq = 2048", "seq = 2048\ncolor = 3", "color"),
+        ("seq = 2048", "seq = 2048\nseq = 1024", "seq"),
+    ],
+)
+def test_a_wrong_model_is_one_line_with_its_field(
+    old: str, new: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.toml").write_text(MODEL.replace(old, new))
+    assert field in refusal([str(tmp_path / "wrong.toml")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_hidden_layers": -4}, "layers"),
+        ({"num_hidden_layers": 10**6}, "layers"),
+        ({"num_hidden_layers": math.nan}, "layers"),
+        ({"num_hidden_layers": math.inf}, "layers"),
+        ({"num_hidden_layers": "4"}, "layers"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"hidden_size": {}}, "hidden"),
+        ({"num_key_value_heads": 3}, "kv_heads"),
+        ({"text_config": {"vocab_size": -3}}, "vocab"),
+        ({"num_local_experts": -1}, "experts"),
+        ({"num_local_experts": "8"}, "experts"),
+        (MIXTURE, "moe_ffn"),
+        (MIXTURE | {"n_shared_experts": 2, "moe_intermediate_size": "a"}, "moe_ffn"),
+        (MIXTURE | {"n_shared_experts": 2}, "moe_ffn"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_with_its_field(
+    change: dict[str, Any], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    assert field in refusal([str(tmp_path / "config.json")], capsys)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{}", "[" * 100_000])
+def test_a_configuration_that_is_none(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json: expected" in refusal([str(tmp_path / "config.json")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("node = 8", "node = 0", "node"),
+        ("node = 8", "node = 8\nnodes = 4", "nodes"),
+        ("memory_gib = 80", "memory_gib = nan", "memory_gib"),
+        ("memory_gib = 80", "memory_gib = inf", "memory_gib"),
+        ("memory_gib = 80", "memory_gib = -80", "memory_gib"),
+        ("peak_tflops = 900", 'peak_tflops = "fast"', "peak_tflops"),
+        ("matmul_tflops = 700", "matmul_tflops = 700\nmatmul_fp8_tflops = -1", "fp8_tflops"),
+        ("inter_gbps = 50", "inter_gbps = 0", "inter_gbps"),
+        ("inter_gbps = 50", "", "inter_gbps"),
+        ("inter_gbps = 50", "inter_gbps = 50\n[node", "mine.toml"),
+    ],
+)
+def test_a_wrong_machine_is_one_line_with_its_field(
+    old: str, new: str, field: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(MACHINE.replace(old, new))
+    assert field in refusal([model, "--hardware", str(tmp_path / "mine.toml")], capsys)
+
+
+def test_a_machine_of_ones_own_is_planned_for(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(MACHINE)
+    words = ["plan", model, "--hardware", str(tmp_path / "mine.toml"), "--fit-only"]
+    assert main(words) == 0
+    assert "of 80 GiB" in capsys.readouterr().out

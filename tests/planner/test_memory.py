@@ -74,6 +74,9 @@ def test_parameters_of_ranks_sum_to_those_of_the_model() -> None:
         ("zb1p", 1, 8),
         ("zbv", 2, 12),
         ("dualpipev", 2, 12),
+        ("zb2p", 1, 12),
+        ("vhalf", 2, 12),
+        ("vmin", 2, 12),
     ],
 )
 def test_activations_in_flight_are_those_of_the_schedule(

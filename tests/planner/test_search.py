@@ -108,13 +108,43 @@ def test_every_layout_with_experts_is_a_plan_of_all_gpus() -> None:
     assert all(to_plan(layout, mixture).axes.world_size == 16 for layout in found)
 
 
+def printed(program: str) -> list[str]:
+    """What a fresh interpreter prints for ``program``, in words."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    return done.stdout.decode().split()
+
+
 @pytest.mark.slow
-def test_thousands_of_gpus_are_searched_in_seconds() -> None:
+def test_thousands_of_gpus_are_searched_in_seconds_and_little_memory() -> None:
+    seconds, mebibytes, considered, threads, best = printed(
+        "import resource, threading, time\n"
+        "from meshwright.planner import ModelShape, best_layouts, load_hardware\n"
+        f"found = best_layouts({LARGE!r}, 16384, load_hardware('h100'), batch=2048)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "print(time.process_time(), used, found.considered, threading.active_count(),\n"
+        "      found.best is not None)"
+    )
+    assert (int(considered) >= 300_000, best, threads) == (True, "True", "1")
+    assert float(seconds) < 10
+    assert float(mebibytes) < 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [16384, 131072])
+def test_a_step_of_many_ranks_is_simulated_by_its_stages(gpus: int) -> None:
     start = time.process_time()
-    found = best_layouts(LARGE, 16384, H100, batch=2048)
-    assert found.considered >= 300_000
-    assert found.best is not None
-    assert time.process_time() - start < 10
+    for schedule, chunks in (("1f1b", 1), ("interleaved1f1b", 4), ("zb2p", 1), ("vhalf", 2)):
+        layout = RunLayout(
+            replicate=gpus // 1024, shard=8, zero=1, tensor=8, sequence=True, pipeline=16,
+            microbatches=256, schedule=schedule, chunks=chunks,
+        )  # fmt: skip
+        assert layout.gpus == gpus
+        found = step_time(LARGE, layout, H100, OURS, Constants(), replay=True)
+        memory = max(rank_memory(LARGE, layout, OURS, rank).total for rank in range(16))
+        assert memory > 0
+        counted = step_time(LARGE, layout, H100, OURS, Constants())
+        assert found.total == pytest.approx(counted.total, rel=0.1)
+    assert time.process_time() - start < 4 * 5
 
 
 def test_the_planner_starts_without_torch_and_soon() -> None:
@@ -122,7 +152,6 @@ def test_the_planner_starts_without_torch_and_soon() -> None:
         "import sys, time; start = time.process_time(); import meshwright.planner.search; "
         "print(time.process_time() - start, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    seconds, has_torch = done.stdout.decode().split()
+    seconds, has_torch = printed(program)
     assert has_torch == "False"
     assert float(seconds) < 0.3

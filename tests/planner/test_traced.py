@@ -117,7 +117,7 @@ def test_a_decoder_is_found_again_in_its_trace() -> None:
     assert (shape.head_dim, shape.ffn) == (64, 256)
     # Nothing is known of the heads, so that axis tensor has nothing to split.
     assert shape.heads == 1
-    flops = shape.flops() * 64 / 3
+    flops = shape.flops * 64
     assert flops == pytest.approx(trace.flops[""], rel=0.02)
 
 

@@ -27,7 +27,7 @@ from meshwright.report import read_chrome_trace, read_metrics
 from meshwright.report import read_run as report_of
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import job
-from support.internals.recipes import RunOutcome, flops_a_token, train
+from support.internals.recipes import RunOutcome, train
 from support.recipes.runs import (
     FailingTracker,
     losses,
@@ -78,8 +78,14 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
     assert outcome.peak_rank == second.peak_rank == 1
     assert outcome.peak_memory == second.peak_memory >= 2**28
     first, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    needed = flops_a_token(read_run(tmp_path).model) * first["tokens"] / first["seconds"]
-    assert first["mfu"] == pytest.approx(needed / (2 * 0.001e12))
+    model = read_run(tmp_path).model
+    hidden = model.hidden or 4 * model.dim
+    layer = 2 * (4 * model.dim**2 + 2 * model.dim * hidden) + 4 * model.context * model.dim
+    forward = first["tokens"] * (model.layers * layer + 2 * 256 * model.dim)
+    assert first["flops_per_second"] == pytest.approx(3 * forward / first["seconds"])
+    assert first["mfu"] == pytest.approx(3 * forward / first["seconds"] / 0.002e12)
+    assert first["hfu"] == first["mfu"]
+    assert outcome.mfu == pytest.approx(outcome.flops_per_second / 0.002e12)
     ((kind, memory), *others) = first["memory"].items()
     assert [kind, *dict(others)] in (["0-1"], ["0", "1"])  # as the parameters divide
     # AdamW keeps two moments of each element, and a step of four bytes for each parameter.
@@ -95,7 +101,7 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
         assert f"<td>{name}</td><td>{fact}</td>" in page
     assert "Configuration of run" in page and "peak_tflops = 0.001" in page
     # What does not change is a line of text in place of a chart.
-    assert page.count("<svg") + page.count(" in every step") == 8 + len(others)
+    assert page.count("<svg") + page.count(" in every step") == 9 + len(others)
     assert "gather parameters" in page
 
 

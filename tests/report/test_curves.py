@@ -22,7 +22,7 @@ def test_all_numbers_of_a_run_become_curves() -> None:
         "Learning rate",
         "Gradient norm",
         "Tokens a second",
-        "Model FLOPs utilization (MFU), %",
+        "MFU and HFU, %",
         "Tensors on ranks 3-4 between steps, MiB",
         "Tensors on ranks 0-2,5 between steps, MiB",
         "Largest memory so far, MiB",
@@ -103,10 +103,10 @@ def test_a_page_has_all_curves_and_says_what_mfu_is(tmp_path: Path) -> None:
     for constant in (
         "Gradient norm: 1 in every step.",
         "Tokens a second: 200 in every step.",
-        "Model FLOPs utilization (MFU), %: 25 in every step.",
+        "MFU and HFU, %: MFU 25, HFU 25 in every step.",
     ):
         assert f"<p>{constant}</p>" in text
-    assert "6 operations for each parameter" in text
+    assert "2 operations for each parameter" in text
 
 
 def test_curves_of_two_runs_are_told_apart() -> None:

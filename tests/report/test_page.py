@@ -97,10 +97,25 @@ def test_checks_are_no_gathers(tmp_path: Path) -> None:
     assert told["gather"] == "500 ms" and told["reduce"] == "1.5 s" and told["checks"] == "500 ms"
 
 
+def test_what_was_predicted_is_beside_what_was_measured(tmp_path: Path) -> None:
+    lanes = {"compute": (0.5, 1.0), "transfer": (0.0, 0.0)}
+    (tmp_path / "metrics.jsonl").write_text("")
+    told = {"time": lanes, "memory": {"activations": (2.0**21, 2.0**20)}}
+    (tmp_path / "prediction.json").write_text(json.dumps(told))
+    write_runs([read_run(tmp_path)], tmp_path / "report.html", title="Run")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for row in (
+        ("lane compute", "500 ms", "1 s", "0.50"),
+        ("lane transfer", "0", "0", ""),
+        ("activations", "2.00 MiB", "1.00 MiB", "2.00"),
+    ):
+        assert "".join(f"<td>{cell}</td>" for cell in row) in page
+
+
 def test_a_run_says_how_it_was_laid_out_and_how_it_ended(tmp_path: Path) -> None:
     folder = tmp_path / "run_a"
     folder.mkdir()
-    pace = {"tokens a second": "200", "time": "2.0 s"}
+    pace = {"tokens a second": "200", "MFU": "25.0%", "HFU": "25.0%", "time": "2.0 s"}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(4)))
     (folder / "config.toml").write_text("[axes]\nshard = 2\ntensor = 3\n")
     (folder / "run.json").write_text(json.dumps({"hosts": "a, b"}))

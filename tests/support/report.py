@@ -17,6 +17,7 @@ def rows(count: int) -> list[dict[str, object]]:
                 "tokens": 100 * step,
                 "seconds": 0.5,
                 "mfu": 0.25,
+                "hfu": 0.25,
                 "memory": {
                     "0-2,5": {"parameters": 1000, "optimizer": 2000, "peak": 10**8},
                     "3-4": {"parameters": 3000, "optimizer": 6000, "peak": 2 * 10**8},

@@ -63,6 +63,12 @@ def test_each_version_is_what_the_trainer_has_then(ranks: Ranks) -> None:
             expected[0].weight.mul_(2)
         assert same(model, expected)
         assert end.version == 2 and second.digest == again.digest
+        for each in (model, expected):  # what both sides hold may change, too
+            each.double()[0].weight.data.div_(3)
+        if isinstance(end, Receiver):
+            nn.init.zeros_(model[0].weight)
+        run(end, 3)
+        assert same(model, expected)
         return first.digest, second.digest
 
     one, two = ranks(2, body)
@@ -209,6 +215,18 @@ def test_stages_that_have_copies_of_one_tensor(ranks: Ranks) -> None:
                 Receiver(model_of(0)).receive()
 
     ranks(2, body_refused)
+
+
+def test_a_receiver_without_memory(ranks: Ranks) -> None:
+    def body() -> None:
+        if communicator().rank == 0:
+            with pytest.raises(RankFailedError, match="rank 1 failed first"):
+                Publisher(model_of(0)).publish(1)
+        else:
+            with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device"):
+                Receiver(model_of(0).to("meta")).receive()
+
+    ranks(2, body)
 
 
 def test_names_that_are_no_function() -> None:

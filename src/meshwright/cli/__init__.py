@@ -8,11 +8,11 @@ the run.
 Bottom-up:
 
     words       options of a command, and mistakes in them
-    train       the command `train`, and so on for each of the next
-    compare
-    doctor
-    report
+    doctor      the command `doctor`, and so on for each of the next
     plan
+    train
+    compare
+    report
     simulate
     checkpoint
     commands    all of them by name

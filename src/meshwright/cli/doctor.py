@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.doctor import examine, report_lines
+from meshwright.doctor.calibration import calibrate
+from meshwright.toml_source import dump
+
+
+def hardware_text(seconds: float) -> str:
+    """Measure this machine for ``plan --calibrate``, as TOML."""
+    return dump(calibrate(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +13,12 @@ import tyro
 
 from meshwright import planner
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import hardware_names, load_hardware
+from meshwright.planner.hardware import calibrated_file, hardware_names, load_hardware
 from meshwright.planner.plans import answer
 from meshwright.planner.scoring import score
 from meshwright.planner.shapes import model_shape
+
+_LONGEST = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,9 @@ class PlanCommand:
     returns a module and an example batch."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
-    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """A shipped machine, or a TOML file of one; list shows the names."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """A shipped machine, or a TOML file of one; list shows the names. By default what --calibrate
+    has measured on this machine, else h100."""
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Sequences of a step; 0 means 4 million tokens."""
     seq: Annotated[int, tyro.conf.arg(metavar="N")] = 0
@@ -40,7 +44,11 @@ class PlanCommand:
     fit_only: bool = False
     """Only say whether a layout fits; the exit status is 1 if none does."""
     write: Annotated[str, tyro.conf.arg(metavar="FILE.toml")] = ""
-    """Write the best plan to a file."""
+    """Write the best plan, or what --calibrate measures, to a file."""
+    calibrate: bool = False
+    """Measure this machine and write its hardware file, which later plans and runs read."""
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 40.0
+    """With --calibrate: how long to measure."""
     data: Annotated[str, tyro.conf.arg(metavar="FILE.json")] = ""
     """Score the planner on a file of published runs instead."""
     leave_out: bool = False
@@ -53,6 +61,8 @@ class PlanCommand:
         if self.hardware == "list":
             print("\n".join(hardware_names()))
             return 0
+        if self.calibrate:
+            return self._calibrate()
         if not self.model:
             raise PlanError(
                 "expected a MODEL: a config.json, a model's .toml, or package.module:function"
@@ -64,7 +74,8 @@ class PlanCommand:
                 )
         if self.seq < 0:
             raise PlanError(f"--seq: expected at least 0, found {self.seq}")
-        hardware = load_hardware(self.hardware)
+        default = str(calibrated_file()) if calibrated_file().exists() else "h100"
+        hardware = load_hardware(self.hardware or default)
         if ":" in self.model:
             shape, trace = planner.named_model(self.model, self.seq)
             about: dict[str, Any] = {
@@ -79,3 +90,17 @@ class PlanCommand:
         if found.toml and self.write:
             Path(self.write).write_text(found.toml)
         return 0 if found.toml else 1
+
+    def _calibrate(self) -> int:
+        if not 0 < self.seconds <= _LONGEST:
+            raise PlanError(f"--seconds: expected 0 to {_LONGEST}, found {self.seconds:g}")
+        path = Path(self.write) if self.write else calibrated_file()
+        if path.suffix != ".toml":
+            raise PlanError(f"--write: expected a .toml file, found {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # As the commands are imported, when one is used: this one needs torch.
+        doctor = import_module(f"{__package__}.doctor")
+        text = doctor.hardware_text(self.seconds)
+        path.write_text(text)
+        print(f"{text}# written to {path}")
+        return 0

@@ -8,15 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
 from torch import nn
 
+from meshwright.cli.plan import PlanCommand
 from meshwright.cli.words import fail, one_line
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.failures.membership import record_failure
@@ -31,8 +32,10 @@ from meshwright.errors import CheckpointMismatchError, LaunchError, MeshwrightEr
 from meshwright.gradients import call_module
 from meshwright.integrations.trackers import tracker_of
 from meshwright.plan import Plan
+from meshwright.planner.hardware import require_machine, this_machine
+from meshwright.planner.predictions import best_plan
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.loop import RunOutcome, carrier, nats, train
+from meshwright.recipes.loop import RunOutcome, carrier, device_name, nats, train, use_text
 from meshwright.recipes.run_folder import (
     describe_run,
     folder_of,
@@ -49,6 +52,7 @@ from meshwright.settings import split_overrides
 
 # Set for the ranks that this command starts: their launcher reports their errors.
 _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
+_MEASURED_SECONDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,9 @@ class TrainCommand:
     """The configuration, a TOML file; ``example`` is the one that comes with the package."""
     nproc: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of ranks; 0 means the product of the plan's axes."""
+    plan: Annotated[Literal["given", "auto"], tyro.conf.arg(metavar="given|auto")] = "given"
+    """auto: take the sizes of axes replicate and shard, passes and recomputing that the planner
+    finds fastest on this machine, and show what it predicts in the report."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
     """Short for --run.resume."""
     check_parity: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -87,6 +94,8 @@ class TrainCommand:
             ranks = cluster().size
         if ranks < 1:
             raise PlanError("[axes] dp_shard = -1 takes the ranks that are left: give --nproc")
+        if self.plan == "auto":
+            config = planned(config, ranks)
         if (axes := config.plan.over(ranks).axes) != config.plan.axes:
             overrides.append(f"axes.dp_shard={axes.size('shard') * axes.size('expert')}")
             config = read_config(self.config, overrides)
@@ -113,6 +122,28 @@ class TrainCommand:
                 metrics = folder / METRICS
                 lines.append(f"signal 9 is nearly always memory: {metrics} shows each rank's")
             raise LaunchError("\n".join(lines)) from None
+
+
+def planned(config: TrainConfig, ranks: int) -> TrainConfig:
+    """Put the planner's plan for ``ranks`` of this machine into ``config``.
+
+    Measures the machine first where its rates are not known; ranks of a launcher raise then.
+    """
+    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if this_machine(device) is None and not is_launched():
+        print(f"this machine is not known yet: measuring it for {_MEASURED_SECONDS} s", flush=True)
+        PlanCommand(calibrate=True, seconds=_MEASURED_SECONDS).run([])
+    samples, rest = divmod(config.data.batch_size, ranks)
+    if rest or not samples:
+        raise PlanError(
+            f"[data] batch_size = {config.data.batch_size} cannot be shared by {ranks} ranks; "
+            f"choose a multiple of {ranks}"
+        )
+    machine = require_machine(device).shared(ranks)
+    found = best_plan(open_task(config).trace(samples), config.plan, machine, ranks, samples)
+    if not is_launched():
+        print(f"plan auto: {found}", flush=True)
+    return replace(config, plan=found.plan, run=replace(config.run, predict=True))
 
 
 def _check(config: TrainConfig, ranks: int) -> None:
@@ -215,6 +246,11 @@ def _summary(outcome: RunOutcome) -> list[str]:
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
         f"{carrier(outcome.backend)}, {minutes}:{seconds:02} now, "
         f"{outcome.tokens_per_second:,.0f} {unit}/s"
+        + (
+            f", {use}"
+            if (use := use_text(outcome.flops_per_second, outcome.mfu, outcome.hfu))
+            else ""
+        )
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [

@@ -41,7 +41,7 @@ from meshwright.composition.laying_out import (
 from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
 from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable, StageModules
-from meshwright.composition.stages import CutModel, cut_model
+from meshwright.composition.stages import CutModel, cut_model, order_of
 from meshwright.composition.tensor_rules import ModelCut, origin_of_rules, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
@@ -54,7 +54,6 @@ from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
 from meshwright.randomness import Draws
-from meshwright.schedule.builders import V_SHAPED, stage_ranks
 from meshwright.torch_internals.modules import require_module
 
 
@@ -229,8 +228,7 @@ def pipelined(
     moved = moved_to(example, everyone)
     traffic = _checked(model, plan, moved, cut, experts, peers, draws)
     found = _stages_of(model, plan, moved, cut, experts, peers, draws)
-    style = "v" if plan.pipeline.schedule in V_SHAPED else "loop"
-    holders = stage_ranks(pipeline.size, len(found.modules), style)
+    holders = order_of(plan.pipeline, pipeline.size).stage_ranks
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
     own = [found.modules[stage] for stage in mine]
     share(model, own)

@@ -14,7 +14,7 @@ from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is
 from meshwright.composition.expert_rules import expert_problems
 from meshwright.composition.own_model import hooked, hooked_parameters
 from meshwright.composition.pipelined import schedule_of
-from meshwright.composition.stages import chunks_of
+from meshwright.composition.stages import chunks_of, order_of
 from meshwright.composition.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
 from meshwright.data_parallel.modules.batch_norm import running_instance_norms
@@ -25,7 +25,6 @@ from meshwright.pipelining import PipelineScheduleSingle
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.randomness.refusals import let_draw
-from meshwright.schedule.builders import build
 from meshwright.settings import Problem
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -85,16 +84,16 @@ def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         chunks = chunks_of(pipeline, ranks)
         if issubclass(schedule_of(pipeline), PipelineScheduleSingle) and chunks > 1:
             raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
-        schedule = build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+        schedule = order_of(pipeline, ranks)
         if plan.train.compile and schedule.split_backward:
             yield Problem(
                 ("train", "compile"),
-                f"compile = true: schedule = {pipeline.schedule!r} in [pipeline] runs a backward "
+                f"compile = true: schedule = {schedule.name!r} in [pipeline] runs a backward "
                 "in two halves, and the graph of a compiled stage has one: take a schedule with "
                 'whole backwards, such as "1f1b" or "interleaved1f1b", or remove compile',
             )
     except PlanError as error:
-        yield Problem(("pipeline", "split"), str(error))
+        yield Problem(("pipeline", "order" if pipeline.order else "split"), str(error))
     except ValueError as error:
         yield Problem(("pipeline", "microbatches"), f"[pipeline] {error}")
 

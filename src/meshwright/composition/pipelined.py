@@ -26,6 +26,7 @@ from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.own_model import CutGuard, TiedValues
+from meshwright.composition.stages import order_of
 from meshwright.composition.trainable import (
     EvalResult,
     StepResult,
@@ -40,6 +41,7 @@ from meshwright.pipelining import (
     PipelineContext,
     PipelineSchedule,
     PipelineScheduleMulti,
+    PipelineScheduleRuntime,
     PipelineStage,
     get_schedule_class,
     split_args_kwargs_into_chunks,
@@ -184,7 +186,8 @@ class PipelinedLayout(DataLayout):
             settings=(
                 f"axes: {pipeline.size} ranks hold {pipeline.size * len(each)} stages in a row; "
                 f"this is rank {pipeline.rank} of them, with {len(each)}",
-                f"pipeline.schedule = {plan.pipeline.schedule}: the order of their actions",
+                f"pipeline.schedule = {plan.pipeline.order or plan.pipeline.schedule}: the order "
+                "of their actions",
                 f"pipeline.microbatches = {plan.pipeline.microbatches}: consecutive parts of each "
                 "rank's batch",
                 *dict.fromkeys(settings),
@@ -248,6 +251,8 @@ _NAMES = MappingProxyType({"zb1p": "InterleavedZeroBubble", "zbv": "ZBVZeroBubbl
 
 def schedule_of(plan: PipelinePlan) -> type[PipelineSchedule]:
     """Return the class of the schedule that ``plan`` names."""
+    if plan.order:
+        return PipelineScheduleRuntime
     return get_schedule_class(_NAMES.get(plan.schedule, plan.schedule))
 
 
@@ -308,9 +313,11 @@ class PipelinedTrainable(Trainable):
         self._sources = LossSources(last, numbered)
         kind = schedule_of(plan.pipeline)
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        count = plan.pipeline.microbatches
+        count, options = plan.pipeline.microbatches, dict[str, Any](scale_grads=False)
+        if plan.pipeline.order:
+            options["order"] = order_of(plan.pipeline, stages[0].group_size)
         with tied.inside():  # a schedule refuses stages that hold one object
-            self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
+            self.schedule = kind(one_or_all, count, loss_fn=self._lose, **options)
         self._samples: list[torch.Tensor] = []
         """By microbatch of the current step, the numbers of its samples in the global batch."""
         self._undivided = _Undivided(stages, self.schedule.schedule)

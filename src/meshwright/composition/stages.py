@@ -34,7 +34,7 @@ from meshwright.context_parallel.attention import (
     TracedAttention,
     attending,
 )
-from meshwright.errors import InternalError, PlanError
+from meshwright.errors import InternalError, PlanError, ScheduleError
 from meshwright.losses.chunked import chunked_heads
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
@@ -42,7 +42,11 @@ from meshwright.pipelining.splitting.dropped import key_in_trace, refuse_hooks
 from meshwright.pipelining.splitting.splitting import ties_of
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
-from meshwright.schedule.builders import TWO_A_RANK
+from meshwright.schedule.actions import Schedule
+from meshwright.schedule.builders import TWO_A_RANK, build
+from meshwright.schedule.checks import check
+from meshwright.schedule.lowering import compute_part
+from meshwright.schedule.text import load_csv
 from meshwright.tensor_parallel.layers import is_conv1d
 from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
@@ -63,6 +67,8 @@ def chunks_of(plan: PipelinePlan, ranks: int) -> int:
     Raises ``PlanError`` when ``split`` does not fit.
     """
     if isinstance(plan.split, str):
+        if plan.order:
+            return max(1, _file_of(plan).stages // ranks)
         return 2 if plan.schedule in TWO_A_RANK else 1
     stages = len(plan.split) + 1
     if stages % ranks:
@@ -71,6 +77,37 @@ def chunks_of(plan: PipelinePlan, ranks: int) -> int:
             f"multiple of the {ranks} ranks on axis pipeline"
         )
     return stages // ranks
+
+
+def order_of(plan: PipelinePlan, ranks: int) -> Schedule:
+    """Return the compute actions of all ``ranks``: those of a file, or of a built schedule.
+
+    Raises ``PlanError`` for a file with another order than the plan needs, ``ValueError`` for
+    sizes that the schedule does not support.
+    """
+    chunks = chunks_of(plan, ranks)
+    if not plan.order:
+        return build(plan.schedule, ranks, plan.microbatches, chunks)
+    order = _file_of(plan)
+    expected = (ranks, ranks * chunks, plan.microbatches)
+    found = (order.ranks, order.stages, order.microbatches)
+    if found != expected:
+        raise PlanError(
+            f"[pipeline] order: expected {expected[0]} ranks, {expected[1]} stages and "
+            f"{expected[2]} microbatches, found {found[0]}, {found[1]} and {found[2]} in "
+            f"{plan.order}"
+        )
+    return order
+
+
+def _file_of(plan: PipelinePlan) -> Schedule:
+    try:
+        order = compute_part(load_csv(plan.order))
+        check(order)
+    except (OSError, ValueError, ScheduleError) as error:
+        text = " ".join(str(error).split("\n")[0].split())
+        raise PlanError(f"[pipeline] order: {plan.order}: {text}") from error
+    return order
 
 
 def cut_model(

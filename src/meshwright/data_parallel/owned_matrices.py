@@ -19,11 +19,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.comm import Communicator, LateNumbers, held_boxes, union
 from meshwright.comm.dtensors.dtensor import known_at_rest, local_of, mesh_communicators
@@ -40,10 +40,11 @@ _log = logging.getLogger(__name__)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Matrix:
     """A parameter that several ranks hold, whole or cut, and that one of them steps."""
 
+    axis: Communicator
     name: str
     parameter: nn.Parameter
     owner: int
@@ -90,7 +91,6 @@ class _Exchange:
     def __init__(self, axis: Communicator, named: Mapping[str, nn.Parameter]) -> None:
         """Deal the matrices out, and find the routes to owners and from them. Collective."""
         self.axis = axis
-        self.dtype = next(iter(named.values())).dtype
         self.matrices: list[_Matrix] = []
         self.inward: list[_Route] = []
         """This rank's to owners: each element once, from ranks that differ from the owner least."""
@@ -112,13 +112,14 @@ class _Exchange:
             senders = {ranks[place % len(ranks)] for ranks in alike.values()}
             if sum(box.numel for r in senders for box in boxes[r]) != parameter.numel():
                 raise LayoutError(f"{name!r}: ranks {axis.ranks} do not hold each element once")
-            matrix = _Matrix(name, parameter, owner, owner == axis.rank, is_cut=len(alike) > 1)
+            is_here = owner == axis.rank
+            matrix = _Matrix(axis, name, parameter, owner, is_here, is_cut=len(alike) > 1)
             self.matrices.append(matrix)
+            _owned()[id(parameter)] = matrix
             for rank in range(axis.size) if matrix.is_here else [axis.rank]:
                 routes = [(matrix, rank, n, box) for n, box in enumerate(boxes[rank])]
                 self.inward += routes if matrix.is_cut and rank in senders else []
                 self.outward += routes if matrix.is_cut or rank != owner else []
-            _owners()[parameter] = axis, matrix.is_here
 
     def move(self, routes: Iterable[_Route], label: str, *, of_gradient: bool = False) -> None:
         """Move weights or gradients to owners, or from owners if ``routes`` are `outward`."""
@@ -138,7 +139,8 @@ class _Exchange:
                 coming[holder if is_in else each.owner].append(target)
         to_go, to_come = ([sum(t.numel() for t in to) for to in way] for way in (going, coming))
         flat = [tensor.reshape(-1) for to in going for tensor in to]
-        found = torch.empty(sum(to_come), dtype=self.dtype, device=self.axis.device)
+        dtype = self.matrices[0].parameter.dtype
+        found = torch.empty(sum(to_come), dtype=dtype, device=self.axis.device)
         line = torch.cat(flat).to(found.device) if flat else found.new_empty(0)
         self.axis.all_to_all(
             found, line, output_splits=to_come, input_splits=to_go, label=label
@@ -151,10 +153,11 @@ class _Exchange:
         me = self.axis.rank
         numel = sum(box.numel for m, holder, _, box in self.inward if holder == me != m.owner)
         numel += sum(box.numel for m, holder, _, box in self.outward if m.owner == me != holder)
+        sent = numel * self.matrices[0].parameter.itemsize
         return (
             f"steps each of {len(self.matrices)} matrices on one of {self.axis.size} ranks, "
             f"{sum(m.is_here for m in self.matrices)} on this one, which sends "
-            f"{numel * self.dtype.itemsize} bytes a step; the busiest has {self.imbalance:.2f} "
+            f"{sent} bytes a step; the busiest has {self.imbalance:.2f} "
             "times the mean work"
         )
 
@@ -290,12 +293,14 @@ def own_matrices(optimizer: AnyOptimizer, model: nn.Module) -> AnyOptimizer:
 
 def sharers_of(parameter: torch.Tensor | None) -> tuple[Communicator | None, bool]:
     """Return the ranks that share an owned parameter (else None), and whether its state is here."""
-    return (None, True) if parameter is None else _owners().get(parameter, (None, True))
+    found = _owned().get(id(parameter))
+    return (None, True) if found is None else (found.axis, found.is_here)
 
 
 @functools.cache
-def _owners() -> WeakTensorKeyDictionary:
-    return WeakTensorKeyDictionary()
+def _owned() -> WeakValueDictionary[int, _Matrix]:
+    """By ids of parameters, which live as long. Weak references to them would forbid `.to()`."""
+    return WeakValueDictionary()
 
 
 def deal(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[int], float]:

@@ -5,6 +5,7 @@ Bottom-up:
     machine      facts about GPUs and network; tests replace it
     collectives  measurements of collectives between ranks started for this
     survey       all findings, in their order
+    calibration  the rates of a machine, for the planner
     __main__     one rank of a measurement
 """
 

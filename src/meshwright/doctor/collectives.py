@@ -28,7 +28,7 @@ _LARGE = 2**24
 
 def measure() -> Iterator[Finding]:
     """Start two CPU ranks and report the median time of small collectives between them."""
-    answer = _answer_of(MEASURED_RANKS, "cpu")
+    answer = answer_of(MEASURED_RANKS, "cpu")
     if isinstance(answer, str):
         yield _failed("collectives", MEASURED_RANKS, answer, "GLOO_SOCKET_IFNAME=lo")
         return
@@ -45,7 +45,7 @@ def measure() -> Iterator[Finding]:
 
 def measure_gpus(ranks: int) -> Iterator[Finding]:
     """Start a rank for each GPU, reduce 64 MiB, and measure the memory of their communicator."""
-    answer = _answer_of(ranks, "cuda")
+    answer = answer_of(ranks, "cuda")
     if isinstance(answer, str):
         yield _failed("all_reduce on GPUs", ranks, answer, "NCCL_DEBUG=INFO to see more")
         return
@@ -79,11 +79,14 @@ def _failed(name: str, ranks: int, error: str, variable: str) -> Finding:
     )
 
 
-def _answer_of(ranks: int, where: str) -> dict[str, Any] | str:
-    """Return what rank 0 of ``ranks`` measured, or the error of their run."""
+def answer_of(ranks: int, where: str, *more: str) -> dict[str, Any] | str:
+    """Return what rank 0 of ``ranks`` measured, or the error of their run.
+
+    ``more``: seconds, to measure what `calibration` does.
+    """
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as folder:
         target = Path(folder, "medians.json")
-        command = [sys.executable, "-m", "meshwright.doctor", str(target), where]
+        command = [sys.executable, "-m", "meshwright.doctor", str(target), where, *more]
         try:
             launch(command, ranks)
             found: dict[str, Any] = json.loads(target.read_text())

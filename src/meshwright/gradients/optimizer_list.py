@@ -21,8 +21,13 @@ class OptimizerList(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises ValueError for an empty list, and for a parameter that two of them have."""
-        self.optimizers = tuple(optimizers)
         super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.optimizers = tuple(optimizers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "optimizers" in vars(self):  # torch's constructor adds the first ones by this
+            raise TypeError("no optimizer of the list would step it: give one the group when built")
+        super().add_param_group(param_group)
 
     @property
     def state(self) -> dict[Any, Any]:  # pyrefly: ignore[bad-override]

@@ -3,10 +3,11 @@ files import torch.
 
 Bottom-up:
 
+    constants  what no data sheet says, with ranges and sources
     hardware   one kind of machine, and the shipped ones
+    utilization  MFU and HFU
     shapes     the sizes of a decoder, from a configuration
     layouts    how a run lays a model over its GPUs, and what its program does
-    constants  what no data sheet says, with ranges and sources
     network    collectives by topology
     kernels    seconds of a layer
     memory     bytes of a rank
@@ -20,6 +21,7 @@ Bottom-up:
     scoring    errors by source
     traced     any module, run once without memory
     rehearsed  one rank of many, run in one process
+    predictions  a step of a traced module, and the best plan
 """
 
 from __future__ import annotations

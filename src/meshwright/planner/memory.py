@@ -59,10 +59,8 @@ def flights(schedule: str, p: int, chunks: int, microbatches: int, rank: int) ->
         return min(m, 2 * p - 1)
     if schedule in ("zbv", "dualpipev"):
         return min(2 * m, 2 * p + (schedule == "dualpipev"))
-    if schedule == "vhalf":
-        return min(2 * m, 2 * p, p + 2)
-    if schedule == "vmin":
-        return min(2 * m, 2 * p, 2 * -(-p // 3) + 2)
+    if schedule in ("vhalf", "vmin"):
+        return min(2 * m, 2 * (p // 2 + 1 if schedule == "vhalf" else (p + 4) // 3))
     return min(m, p - rank)
 
 

@@ -90,13 +90,14 @@ def answer(
         policy = recomputing(best.layout.tokens(shape), room)
         plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
     toml = plan.to_toml()
-    seconds = best.time.total
+    seconds, work, peak = best.time.total, best.time.work, hardware.peak()
     lines = [
         f"# {shape.name}, {shape.parameters / 1e9:.3g} billion parameters, on {gpus} "
         f"{hardware.name}, {batch} sequences of {shape.seq} a step",
         f"# {found.considered:,} layouts considered, {found.fitting:,} fit",
         f"# {seconds:.3g} s a step ({BAND[0] * seconds:.3g} to {BAND[1] * seconds:.3g}), "
-        f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {best.time.mfu(hardware):.1%}",
+        f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {work.mfu(seconds, peak):.1%}, "
+        f"HFU {work.hfu(seconds, peak):.1%}",
         "# time: " + _parts(best.time.parts, 1.0, "s"),
         f"# memory of rank {best.memory.rank} of axis pipeline: {best.memory.total / GIB:.1f} GiB: "
         + _parts(best.memory.parts, GIB, "GiB"),

@@ -42,7 +42,6 @@ from meshwright.planner.steps import (
     step_time,
 )
 
-_SHIPPED = Constants()
 OURS = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
 )
@@ -52,6 +51,7 @@ SCHEDULES = (
     ("1f1b", 1),
     ("gpipe", 1),
     ("zb1p", 1),
+    ("zb2p", 1),
     ("interleaved1f1b", 2),
     ("interleaved1f1b", 3),
     ("interleaved1f1b", 4),
@@ -61,6 +61,8 @@ SCHEDULES = (
     ("loopedbfs", 4),
     ("zbv", 2),
     ("dualpipev", 2),
+    ("vhalf", 2),
+    ("vmin", 2),
 )
 """Names and chunks of a rank."""
 RECOMPUTE = (("none", 0.0), *(("full", eighth / 8) for eighth in range(1, 9)))
@@ -69,7 +71,7 @@ Choice = tuple[int, str, float, str, int]
 SHORTLIST = 40
 """Layouts that are predicted in full."""
 REPLAYED = 4
-"""Of these, those whose schedules are simulated."""
+"""Of these, those whose schedules are simulated at most: until the fastest is one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,12 @@ def best_layouts(
     *,
     batch: int,
     software: Software = OURS,
-    constants: Constants = _SHIPPED,
+    constants: Constants | None = None,
     bytes: int = 2,
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
+    constants = constants or hardware.constants
     searcher = _Searcher(shape, hardware, software, constants, capacity, batch, bytes)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
@@ -153,8 +156,11 @@ def best_layouts(
     shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
     found = [searcher.candidate(layout) for layout in shortlist]
     found = sorted((c for c in found if c.memory.total <= capacity), key=_seconds)
-    replayed = [searcher.candidate(c.layout, replay=True) for c in found[:REPLAYED]]
-    found = sorted([*replayed, *found[REPLAYED:]], key=_seconds)
+    replayed: set[RunLayout] = set()
+    while found and found[0].layout not in replayed and len(replayed) < REPLAYED:
+        replayed.add(found[0].layout)
+        found[0] = searcher.candidate(found[0].layout, replay=True)
+        found.sort(key=_seconds)
     pareto: list[Candidate] = []
     for candidate in found:
         if not pareto or candidate.memory.total < 0.97 * pareto[-1].memory.total:
@@ -246,6 +252,15 @@ class _Searcher:
                 layer, head, kept, live = self._layer(family, micro, how, share)
                 spare = max(0.0, layer.forward + layer.input - 2 * layer.weight) / layer.both
                 late = (layer.forward + layer.input - layer.weight) / layer.both
+                fills = {
+                    "zb1p": late,
+                    "zb2p": max(spare, layer.forward / layer.both),
+                    "zbv": spare,
+                    "dualpipev": spare,
+                    "vhalf": 2 * late + 0.25,
+                    "vmin": 4 / 3,
+                }
+                even = 3 * max(layer.forward, layer.input, layer.weight) - layer.both
                 for name, chunks, (first, last), flying, landing in schedules:
                     memory = max(
                         first.states + first.layers * kept * flying,
@@ -271,7 +286,9 @@ class _Searcher:
                     most = first.layers * layer.both
                     slowest = max(most, last.layers * layer.both + head.both)
                     fill = (p - 1) * most / chunks
-                    fill *= late if name == "zb1p" else spare if name in V_SCHEDULES else 1.0
+                    fill *= fills.get(name, 1.0)
+                    if name == "vmin":  # a slot is as long as the longest of F, I and W
+                        fill += count * first.layers * even
                     wait = exposed(kernels, travel, slowest)
                     yield count * slowest + fill + wait, memory, choice
 
@@ -340,7 +357,7 @@ def neighbors(
                 f"{memory.largest}"
             )
             continue
-        time = step_time(shape, layout, hardware, software, _SHIPPED)
+        time = step_time(shape, layout, hardware, software, hardware.constants)
         more = time.total / best.time.total - 1
         part = max(time.parts, key=lambda name: time.parts[name] - best.time.parts[name])
         crosses = layout.tensor > hardware.node and "crosses the node, "

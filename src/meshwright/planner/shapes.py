@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, cast
+from typing import Annotated
 
 from meshwright.errors import PlanError
 from meshwright.settings import AtLeast, nearest
@@ -65,8 +65,14 @@ class ModelShape:
                 raise PlanError(f"{name}: expected 0 to {limit:,}, found {value:,}")
         if not self.head_dim and self.hidden < self.heads:
             raise PlanError(f"heads: expected at most {self.hidden} (hidden), found {self.heads}")
+        if self.heads % (self.kv_heads or 1):
+            raise PlanError(
+                f"kv_heads: expected a divisor of {self.heads} (heads), found {self.kv_heads}"
+            )
         if self.experts and not 0 < self.topk <= self.experts:
             raise PlanError(f"topk: expected 1 to {self.experts} (experts), found {self.topk}")
+        if self.experts and not self.moe_ffn:
+            raise PlanError("moe_ffn: expected the feed-forward size of an expert, found 0")
 
     @cached_property
     def head(self) -> int:
@@ -140,15 +146,24 @@ class ModelShape:
         share = self.moe_layers / self.layers
         return share * moe + (1 - share) * self.ffn
 
-    def flops(self, *, causal: bool = False) -> float:
-        """Operations of forward and backward for one token, without recomputing.
+    @cached_property
+    def core_flops(self) -> float:
+        """Operations of scores and values in a layer's forward for one token."""
+        return 2.0 * self.seq * self.heads * (self.head + (self.v_dim or self.head))
 
-        Narayanan et al. 2021, arXiv 2104.04473; half of attention where ``causal``.
+    @cached_property
+    def layer_flops(self) -> float:
+        """Operations of a layer's forward for one token, as the mean of the layers.
+
+        Narayanan et al. 2021, arXiv 2104.04473.
         """
         products = self.attention_parameters + self.matrices * self.hidden * self.active_ffn
-        keys = self.seq / (2 if causal else 1)
-        attention = keys * self.heads * (self.head + (self.v_dim or self.head))
-        return 6 * (self.layers * (products + attention) + self.vocab * self.hidden)
+        return 2 * products + self.core_flops
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of the model's forward for one token."""
+        return self.layers * self.layer_flops + 2 * self.vocab * self.hidden
 
 
 # Keys of a Hugging Face config.json, by our names; the first that is there counts.
@@ -184,7 +199,7 @@ def model_shape(path: str, seq: int | None = None) -> ModelShape:
         return shape if seq is None else read_tree({**vars(shape), "seq": seq}, ModelShape)
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"expected a model's .toml or config.json: {error}", path) from error
     if not isinstance(config, dict):
         raise PlanError(f"expected a JSON object, found {type(config).__name__}", path)
@@ -201,13 +216,14 @@ def from_config(config: Mapping[str, object], seq: int | None, source: str = "")
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
             found[name] = value
-    if "hidden" in found:
-        found.setdefault("ffn", 4 * cast(int, found["hidden"]))
+    hidden = found.get("hidden")
+    found.setdefault("ffn", 4 * hidden if isinstance(hidden, int) else 1)
     if not found.get("experts"):
         for name in ("experts", "topk", "moe_ffn", "shared_ffn", "dense_layers"):
             found.pop(name, None)
-    elif "shared_ffn" not in found and isinstance(config.get("n_shared_experts"), int):
-        found["shared_ffn"] = cast(int, config["n_shared_experts"]) * cast(int, found["moe_ffn"])
+    shared, each = config.get("n_shared_experts"), found.get("moe_ffn")
+    if "shared_ffn" not in found and isinstance(shared, int) and isinstance(each, int):
+        found["shared_ffn"] = shared * each
     if seq is not None:
         found["seq"] = seq
     missing = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in found]

@@ -19,6 +19,7 @@ from meshwright.planner.layouts import (
 )
 from meshwright.planner.network import Group
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.utilization import StepWork
 from meshwright.schedule.builders import BUILDERS, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
@@ -30,12 +31,8 @@ class StepTime:
 
     total: float
     parts: Mapping[str, float]
-    flops: float
-    """Operations of the model, forward and backward and none twice, for one GPU."""
-
-    def mfu(self, hardware: Hardware) -> float:
-        """These operations as a share of the data sheet's bf16 rate."""
-        return self.flops / (self.total * hardware.peak_tflops * 1e12)
+    work: StepWork
+    """Operations of one GPU."""
 
 
 def stage_times(kernels: Kernels) -> list[PassTimes]:
@@ -77,9 +74,13 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
         fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
     elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
         fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
+        if layout.schedule == "zb2p":  # its ranks begin one after another
+            fill = max(fill, sum(s.forward for s in stages[:-1]))
     else:
         each = [s.both for s in stages]
         fill = (sum(each) - max(each)) / layout.chunks
+        if layout.schedule == "vmin":  # a slot is as long as the longest of F, I and W
+            fill += m * min(6 * max(s.forward, s.input, s.weight) - 2 * s.both for s in stages)
     return m * slowest + fill + 2 * (p - 1) * transfer
 
 
@@ -233,5 +234,11 @@ def step_time(
         "optimizer": optimizer,
         "other": constants.step + slow * (span + blocked),
     }
-    flops = shape.flops() * shape.seq * layout.batch / layout.gpus
-    return StepTime(sum(parts.values()), parts, flops)
+    again = {
+        "full": shape.layer_flops,
+        "selective": 0.0 if software.flash else shape.core_flops,
+        "operators": (shape.layer_flops - shape.core_flops) / 2,
+    }.get(layout.recompute, 0.0)
+    work = StepWork(shape.flops, layout.recompute_share * shape.layers * again)
+    work = work.times(shape.seq * layout.batch / layout.gpus)
+    return StepTime(sum(parts.values()), parts, work)

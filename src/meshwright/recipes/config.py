@@ -217,8 +217,10 @@ class RunConfig:
     """Where rank 0 sends the numbers of each step: tensorboard, wandb, mlflow, trackio, or a
     package.module:Class of your own."""
     peak_tflops: Annotated[float, Above(0)] | None = None
-    """Peak speed of a rank's device in TFLOP/s, for the utilization in the metrics; by default
-    that of a large matrix product, measured when the run begins."""
+    """Peak speed of a rank's device in TFLOP/s, for MFU and HFU; by default that of the GPU's data
+    sheet, or what ``meshwright plan --calibrate`` measured on this machine."""
+    predict: bool = False
+    """Predict a step's time and memory, and show them beside the measured ones in the report."""
     timeout: Annotated[float, Above(0)] | None = None
     """Seconds after which any wait for another rank ends; by default ranks wait as long as the
     other one is working."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -39,6 +39,10 @@ from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError, ScheduleError
 from meshwright.gradients import apply_loss
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
+from meshwright.planner.hardware import require_machine, this_machine
+from meshwright.planner.predictions import Prediction, predict
+from meshwright.planner.utilization import StepWork
+from meshwright.precision import dtype_bytes
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import learning_rate, set_learning_rate
@@ -55,8 +59,8 @@ from meshwright.recipes.task import Built, Task, model_text, open_task, to_devic
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import Samples
-from meshwright.recipes.usage import matrix_flops, memory_of, memory_of_ranks
-from meshwright.report import METRICS, read_run, write_runs
+from meshwright.recipes.usage import memory_in_step, memory_of, memory_of_ranks
+from meshwright.report import METRICS, PREDICTION, read_run, write_runs
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
@@ -86,6 +90,13 @@ class RunOutcome:
     """Bytes, tokens or samples a second."""
     seconds: float
     """Wall time of the steps taken now."""
+    flops_per_second: float
+    """Floating-point operations that the model needs, a second, of all ranks; 0 if not known, and
+    on ranks that do not tell them: all but rank 0."""
+    mfu: float | None
+    """Share of the peak of all ranks' devices; None where either is not known."""
+    hfu: float | None
+    """The same with what is recomputed."""
     peak_memory: int
     """Largest ``peak`` of `memory_of` over all ranks."""
     peak_rank: int
@@ -155,8 +166,6 @@ class _Training:
         self._dtype: torch.dtype = getattr(torch, config.plan.precision.parameters)
         self._tokens = config.data.batch_size * task.data.size
         """Bytes, tokens or samples per step."""
-        self._needed = task.flops(built.model) * config.data.batch_size
-        """Floating-point operations per step; 0 where they are not known."""
         self._run = run
         self._folder = folder
         self._world = communicator
@@ -187,7 +196,11 @@ class _Training:
         self._first = self._step + 1
         self._metrics = self._open_metrics()
         self._trackers = self._start_trackers()
-        self._flops = self._measure_flops()
+        # Rank 0 alone tells them.
+        self._work = StepWork(0.0) if communicator.rank else task.work()
+        self._predicted = self._predict() if config.run.predict else None
+        self._held: dict[str, int] = {}
+        """Bytes by category, measured in the first step, where a step is predicted."""
         options = config.run
         self._progress = RunProgress(
             write,
@@ -259,6 +272,7 @@ class _Training:
             unit=self._task.data.unit,
             tokens_per_second=count * self._tokens / self._seconds if count else 0.0,
             seconds=self._seconds,
+            **self._use(self._seconds / count if count else 0.0),
             peak_memory=max(peaks),
             peak_rank=peaks.index(max(peaks)),
             parity="" if parity is None else parity.line(self._losses if self._first == 1 else ()),
@@ -272,6 +286,8 @@ class _Training:
             export=self._config.run.export if is_exported else "",
         )
         if self._world.rank == 0:
+            if compared := self._compare():
+                self._write(PREDICTION, compared)
             outcome = self._tell(outcome)
         if outcome.export and self._saved is not None:
             with phase("export"):
@@ -303,6 +319,7 @@ class _Training:
 
     def _open_metrics(self) -> MetricsFile | None:
         hosts = self._world.gather_values(socket.gethostname(), label="hosts")
+        self._peak = self._find_peak(len(set(hosts)))
         if self._world.rank:
             return None
         path = self._folder.path
@@ -338,17 +355,43 @@ class _Training:
                 del self._trackers[name]
                 self._progress.note(f"error: tracker {name}: {error}; training goes on without it")
 
-    def _measure_flops(self) -> float:
-        """Return the peak operations per second of all devices; 0 on ranks without metrics."""
-        if self._world.rank or not self._needed:
-            return 0.0
-        given, precision = self._config.run.peak_tflops, self._config.plan.precision.resolved()
-        one = (
-            given * 1e12
-            if given is not None
-            else matrix_flops(self._world.device, str(precision.compute))
-        )
-        return one * self._world.size
+    def _find_peak(self, hosts: int) -> float:
+        """Return the peak operations per second of all devices; 0 where it is not known."""
+        ranks, size = self._world.size, self._config.plan.precision.resolved().compute
+        if (given := self._config.run.peak_tflops) is not None:
+            return given * 1e12 * ranks
+        found = this_machine(device_name(self._world.device))
+        return found.shared(ranks // hosts).peak(dtype_bytes(str(size))) * ranks if found else 0.0
+
+    def _predict(self) -> Prediction:
+        """Predict a step; raises ``PlanError`` for other axes, or an unknown machine."""
+        machine = require_machine(device_name(self._world.device)).shared(self._world.size)
+        samples = self._config.data.batch_size // self._world.size
+        return predict(self._task.trace(samples), self._config.plan, machine)
+
+    def _compare(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """List what was predicted beside what was measured: seconds of lanes, bytes."""
+        if self._predicted is None:
+            return {}
+        lanes = self._trace.lanes(self._world.rank)
+        memory = {**memory_of(self._trainable, self._world.device), **self._held}
+        pairs = ("time", self._predicted.lanes, lanes), ("memory", self._predicted.memory, memory)
+        return {
+            what: {
+                name: (predicted[name], measured[name]) for name in predicted if name in measured
+            }
+            for what, predicted, measured in pairs
+        }
+
+    def _use(self, seconds: float) -> dict[str, Any]:
+        """Say how well a step of ``seconds`` uses the devices: fields of a `RunOutcome`."""
+        work, peak = self._work, self._peak
+        is_known = bool(peak and work.forward and seconds)
+        return {
+            "flops_per_second": work.model / seconds if seconds else 0.0,
+            "mfu": work.mfu(seconds, peak) if is_known else None,
+            "hfu": work.hfu(seconds, peak) if is_known else None,
+        }
 
     def _record(self, step: int, **values: object) -> None:
         if self._metrics is None:
@@ -398,15 +441,19 @@ class _Training:
         number = self._step + 1
         rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
         with self._trace.step(self._world.rank), self._telling_breaks(number):
-            result = self._train_once(number, rate)
+            if self._predicted is not None and number == self._first:
+                with memory_in_step(self._trainable) as self._held:
+                    result = self._train_once(number, rate)
+            else:
+                result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
         settle()  # raises what was found late, before the numbers of a bad step are logged
         loss = result.loss.item()
         self._losses.append(loss)
         more: dict[str, object] = {}
-        if self._flops:
-            more["mfu"] = self._needed / seconds / self._flops
+        if self._work.forward:
+            more |= {key: value for key, value in self._use(seconds).items() if value}
         if found := self._trainable.expert_imbalance():
             more["imbalance"] = found
         self._record(
@@ -421,7 +468,8 @@ class _Training:
         )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)
-        self._progress.step(number, loss=loss, speed=self._tokens / mean, left=left)
+        use = use_text(**self._use(mean))
+        self._progress.step(number, loss=loss, speed=self._tokens / mean, left=left, use=use)
 
     @contextlib.contextmanager
     def _telling_breaks(self, number: int) -> Iterator[None]:
@@ -544,6 +592,18 @@ def validation_loss(
     total = communicator.all_reduce(sums, label="validation").wait()
     summed, count = (sums if total is None else total).tolist()
     return summed / count if count else math.nan
+
+
+def use_text(flops_per_second: float, mfu: float | None, hfu: float | None) -> str:
+    """Say how well devices are used, as `RunOutcome` has it; empty where it is not known."""
+    if mfu is not None and hfu is not None:
+        return f"MFU {mfu:.1%}, HFU {hfu:.1%}" if hfu > mfu else f"MFU {mfu:.1%}"
+    return f"{flops_per_second / 1e9:,.4g} GFLOP/s" if flops_per_second else ""
+
+
+def device_name(device: torch.device) -> str:
+    """Name the kind of a device, as hardware files do."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def carrier(backend: str) -> str:

@@ -17,7 +17,8 @@ from rich.table import Column
 
 from meshwright.comm import Clock, Communicator, Timer, observe
 from meshwright.report import write_chrome_trace
-from meshwright.timeline import Timeline
+from meshwright.report.lanes import kind_of
+from meshwright.timeline import LANES, Timeline
 
 
 class MetricsFile:
@@ -91,9 +92,10 @@ class RunProgress:
             self._task = display.add_task("train", total=steps, completed=done, detail="starting")
             display.start()
 
-    def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Show that ``step`` is done, with ``left`` seconds to go."""
-        detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {_clock(left)} left"
+    def step(self, step: int, *, loss: float, speed: float, left: float, use: str = "") -> None:
+        """Show that ``step`` is done, with ``left`` seconds to go; ``use`` follows the speed."""
+        use = f"{use}  " if use else ""
+        detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {use}{_clock(left)} left"
         if self._display is not None:
             self._display.update(self._task, completed=step, detail=detail)
         elif step % self._every == 0 or step == self._steps:
@@ -162,6 +164,12 @@ class StepTrace:
             yield
         self._steps.append(self._timer.timeline(rank))
         self._timer.clear()
+
+    def lanes(self, rank: int) -> dict[str, float]:
+        """Return the seconds of a step in which each lane was busy, without checks and norms."""
+        found = Timeline(e for step in self._steps for e in step.events if kind_of(e))
+        steps = len(self._steps)
+        return {lane: found.busy(rank, lane) / steps for lane in LANES} if steps else {}
 
     def write(self, path: Path, communicator: Communicator) -> Path | None:
         """Write the timelines of all ranks, on rank 0; ``None`` if nothing was kept.

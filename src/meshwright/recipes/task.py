@@ -32,19 +32,24 @@ from meshwright import checkpoint
 from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import Communicator
 from meshwright.composition import Loss
-from meshwright.composition.checks import DROPOUTS
+from meshwright.composition.checks import DROPOUTS, recomputed
 from meshwright.context_parallel import positions
 from meshwright.data import IGNORED
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.traced import ModelTrace, trace_model
+from meshwright.planner.utilization import StepWork, work_of
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.language_model import LanguageModel, adamw, initialize
+from meshwright.recipes.language_model import VOCABULARY, LanguageModel, adamw, initialize
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
-from meshwright.recipes.usage import flops_a_token, flops_of
 from meshwright.settings import nearest
 from meshwright.torch_internals.trees import tree_map
+
+_EXAMPLES = 2
+"""Samples of the example that a model is tried with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class Task:
 
     def example(self, model: nn.Module) -> object:
         """Make a small batch of inputs, for layouts that trace or run the model once."""
-        indices = [0, min(1, len(self.data.training) - 1)]
+        indices = [min(index, len(self.data.training) - 1) for index in range(_EXAMPLES)]
         batch = self._reader(model)(self.data.training.batch(indices))[0]
         return (batch,) if isinstance(batch, Tensor) else batch
 
@@ -182,11 +187,49 @@ class Task:
         _, targets = data.validation.batch(data.validation_sample(options.validation_windows))
         return unigram_loss(cast(Windows, data.training).data, targets)
 
-    def flops(self, model: nn.Module) -> int:
-        """Count the floating-point operations per sample; 0 where they are not known."""
-        if self.config.is_byte_model:
-            return flops_a_token(self.config.model) * self.data.size
-        return 0 if self.data.unit == "sample" else flops_of(model) * self.data.size
+    def trace(self, samples: int = _EXAMPLES) -> ModelTrace:
+        """Run the model and its loss on ``samples`` without memory; raises ``PlanError``."""
+        precision, model = self.config.plan.precision, sketch(self.config)
+        dtype: torch.dtype = getattr(torch, precision.parameters)
+        if dtype != torch.float32:
+            model = model.to(dtype)
+        items = [index % len(self.data.training) for index in range(samples)]
+        batch = self._reader(model)(self.data.training.batch(items))
+        inputs, target = to_device(batch, torch.device("cpu"), dtype)
+        return trace_model(
+            partial(_emptied, model),
+            inputs,
+            target=target,
+            loss=self.loss or cross_entropy,
+            compute=precision.compute if precision.is_mixed else None,
+        )
+
+    def work(self) -> StepWork:
+        """Count the operations of a step; 0 where they are not known, as of other experts."""
+        plan, model = self.config.plan, self.config.model
+        if self.config.is_byte_model and model.experts:  # whose forward needs values
+            hidden = model.hidden or 4 * model.dim
+            shape = ModelShape(
+                layers=model.layers,
+                hidden=model.dim,
+                heads=model.heads,
+                ffn=hidden,
+                glu=model.activation == "swiglu",
+                vocab=VOCABULARY,
+                seq=model.context,
+                experts=model.experts,
+                topk=model.top_k,
+                moe_ffn=hidden,
+            )
+            layers = dict.fromkeys((f"layers.{n}" for n in range(shape.layers)), shape.layer_flops)
+            found: Mapping[str, float] = {"": shape.flops, **layers}
+            count = self.config.data.batch_size * float(model.context)
+        else:
+            try:
+                found, count = self.trace().flops, self.config.data.batch_size / _EXAMPLES
+            except PlanError:
+                return StepWork(0.0)
+        return work_of(found, recomputed(sketch(self.config), plan)).times(count)
 
     def export(self, path: Path, world: Communicator) -> None:
         """Write the weights of the checkpoint ``path`` to [run] export; all ranks call it."""
@@ -206,6 +249,19 @@ class Task:
         checkpoint.export_weights(path, target, to="hf", config=text, communicator=world)
         if world.rank == 0 and folder is not None and folder.is_dir():
             pretrained.copy_beside(folder, target)
+
+
+def _emptied(model: nn.Module) -> nn.Module:
+    """Give ``model``, which may be on meta, new tensors of the CPU; tied ones stay so."""
+    made: dict[Tensor, Tensor] = {}
+    for part in model.modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in own:
+            empty = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, Parameter):
+                empty = Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(part, name, made.setdefault(tensor, empty))
+    return model
 
 
 def sketch(config: TrainConfig) -> nn.Module:

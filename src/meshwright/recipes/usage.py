@@ -1,22 +1,22 @@
-"""Memory of a run by category, and the floating-point operations of its model per token."""
+"""Memory of a run by category."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from meshwright.comm import Clock, Communicator
+from meshwright.comm import Communicator
 from meshwright.comm.streams import is_host
 from meshwright.composition import Trainable
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
+from meshwright.composition.checks import recomputed
+from meshwright.gradients.optimizer_list import each_of
 from meshwright.torch_internals import tensors
-
-_LONG_ENOUGH = 0.02
-_LARGEST = 16384
+from meshwright.torch_internals.tensors import storage_id
+from meshwright.torch_internals.trees import tree_leaves
 
 
 def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
@@ -59,6 +59,59 @@ def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict
     }
 
 
+@contextlib.contextmanager
+def memory_in_step(trainable: Trainable) -> Iterator[dict[str, int]]:
+    """Measure what `memory_of` cannot, in a step without pipeline: bytes, by category.
+
+    ``units``: whole parameters of units. ``gradients``: before the optimizer's step.
+    ``activations``: storages that a forward has kept when its backward begins.
+    """
+    found = dict.fromkeys(("gradients", "units", "activations"), 0)
+    module, parameters = trainable.module, trainable.named_parameters().values()
+    resting = _storages([*parameters, *module.buffers()])
+    again = {id(module.get_submodule(name)) for name in recomputed(module, trainable.plan)}
+    whole: dict[int, torch.UntypedStorage] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def most(name: str, held: Mapping[int, torch.UntypedStorage], but: Container[int]) -> None:
+        size = sum(storage.nbytes() for key, storage in held.items() if key not in but)
+        found[name] = max(found[name], size)
+
+    def enter(part: nn.Module, args: object, kwargs: object) -> None:
+        whole.update(_storages([*part.parameters(recurse=False), *part.buffers(recurse=False)]))
+        most("units", whole, resting)
+        if id(part) in again:
+            kept.update(_storages((args, kwargs)))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.update(_storages(tensor))
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        most("activations", kept, whole)
+        kept.clear()
+        return tensor
+
+    def before(*_: object) -> None:
+        found["gradients"] = _bytes(p.grad for p in parameters if p.grad is not None)
+
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            handle = part.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(handle.remove)
+        for each in () if trainable.optimizer is None else each_of(trainable.optimizer):
+            stack.callback(each.register_step_pre_hook(before).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        yield found
+
+
+def _storages(values: object) -> dict[int, torch.UntypedStorage]:
+    held = (
+        leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)
+    )
+    return {storage_id(storage): storage for storage in held}
+
+
 def _text(ranks: Iterable[int]) -> str:
     """Format ascending ``ranks`` as ranges: ``0-2,5``."""
     runs: list[list[int]] = []
@@ -73,39 +126,3 @@ def _text(ranks: Iterable[int]) -> str:
 def _bytes(values: Iterable[object]) -> int:
     held = (tensors.memory_of(value) for value in values if isinstance(value, torch.Tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def flops_a_token(config: ModelConfig) -> int:
-    """Count the floating-point operations per token, forward and backward.
-
-    Six for each parameter that multiplies (not those of the embedding), and 12 x layers x dim x
-    context for attention (Chowdhery et al., PaLM, 2022, appendix B).
-    """
-    with torch.device("meta"):
-        model = LanguageModel(config)
-    parameters = sum(each.numel() for each in model.parameters())
-    if not config.tied:  # a tied embedding multiplies, as the head
-        parameters -= model.embedding.weight.numel()
-    return 6 * parameters + 12 * config.layers * config.dim * config.context
-
-
-def flops_of(model: nn.Module) -> int:
-    """Count operations per token for any model: six for each parameter outside of embeddings.
-
-    The cost of attention, which grows with the context, is unknown here and not counted.
-    """
-    tables = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)]
-    return 6 * max(0, sum(each.numel() for each in model.parameters()) - sum(tables))
-
-
-def matrix_flops(device: torch.device, dtype: str) -> float:
-    """Measure the floating-point operations a second of a large matrix product of ``dtype``."""
-    clock, size = Clock(device), 256
-    while True:
-        matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=device)
-        matrix @ matrix
-        start, _, end = clock.mark(), matrix @ matrix, clock.mark()
-        took = end.seconds() - start.seconds()
-        if took >= _LONG_ENOUGH or size >= _LARGEST:
-            return 2.0 * size**3 / took
-        size *= 2

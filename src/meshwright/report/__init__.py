@@ -16,10 +16,11 @@ from meshwright.report.chrome_trace import read_chrome_trace, write_chrome_trace
 from meshwright.report.curves import METRICS, read_metrics
 from meshwright.report.lanes import draw_timeline
 from meshwright.report.page import write_page, write_runs, write_simulation
-from meshwright.report.run import Run, read_run
+from meshwright.report.run import PREDICTION, Run, read_run
 
 __all__ = [
     "METRICS",
+    "PREDICTION",
     "Run",
     "draw_timeline",
     "read_chrome_trace",

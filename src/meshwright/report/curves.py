@@ -94,7 +94,8 @@ def charts(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
         Chart("Learning rate", curves("learning_rate"), from_zero=True),
         Chart("Gradient norm", curves("grad_norm")),
         *(Chart(f"{unit.title()} a second", speeds(unit)) for unit in ("tokens", "samples")),
-        Chart("Model FLOPs utilization (MFU), %", curves("mfu", scale=100), from_zero=True),
+        Chart("Operations of the model, GFLOP/s", curves("flops_per_second", scale=1e-9)),
+        Chart("MFU and HFU, %", {**curves("mfu", "MFU", 100), **curves("hfu", "HFU", 100)}),
         Chart("Tokens of the busiest expert, over the mean of its layer", curves("imbalance")),
         *_memory(several),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.report.curves import charts, draw_chart
@@ -24,11 +24,12 @@ _ZOOM = (
 )
 
 _MFU = (
-    "MFU (model FLOPs utilization) is the number of floating-point operations a second that the "
-    "model needs, divided by the peak of all ranks' devices. A token needs 6 operations for each "
-    "parameter that multiplies (not the embedding's) and 12 x layers x width x context for "
-    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). The peak is [run] "
-    "peak_tflops, or the speed of one large matrix product on rank 0 when the run began."
+    "MFU = 3 F / (seconds x peak), HFU = (3 F + R) / (seconds x peak): F is the number of "
+    "floating-point operations of a step's forward, R those of them that recomputing does again, "
+    "and the peak that of all ranks' devices. F has 2 operations for each parameter and token that "
+    "it multiplies, and 4 x context x width for each token in a layer's attention, all keys "
+    "counted (Chowdhery et al., PaLM, 2022, appendix B). The peak of a device is [run] "
+    "peak_tflops, or its hardware file's, which meshwright plan --calibrate measures."
 )
 
 
@@ -57,6 +58,7 @@ def write_runs(
     parts = [_facts(runs), *_curves({run.name: run.metrics for run in runs})]
     for run in runs:
         name = f"{run.name}. " if len(runs) > 1 else ""
+        parts += _predicted(run, name)
         if run.timeline is not None:
             found = compare(run.timeline)
             parts += _whole(run.timeline, name) if found is None else _compared(found, name)
@@ -109,6 +111,19 @@ def _facts(runs: Sequence[Run]) -> str:
     return _rows(head, rows, kind="facts") if rows else ""
 
 
+def _predicted(run: Run, name: str) -> Iterator[str]:
+    """Draw what was predicted of a step beside what was measured."""
+    rows = []
+    for what, pairs in run.prediction.items():
+        for key, pair in pairs.items():
+            is_time, ratio = what == "time", f"{pair[0] / pair[1]:.2f}" if pair[1] else ""
+            said = [seconds(each) if is_time else f"{each / 2**20:,.2f} MiB" for each in pair]
+            rows.append([f"lane {key}" if is_time else key, *said, ratio])
+    if rows:
+        yield f"<h2>{html.escape(name)}A step on rank 0, predicted and measured</h2>"
+        yield _rows(["", "predicted", "measured", "predicted / measured"], rows)
+
+
 def _configuration(run: Run) -> str:
     text = html.escape(run.configuration)
     summary = f"<summary>Configuration of {html.escape(run.name)}</summary>"
@@ -129,7 +144,7 @@ def _curves(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[str]:
     if drawn:
         parts += [_CONTROLS, f'<div class="charts">{"".join(drawn)}</div>']
     parts += [f"<p>{html.escape(said)}.</p>" for said in constant]
-    if any("(MFU)" in chart.title for chart in found):
+    if any("MFU" in chart.title for chart in found):
         parts.append(f'<p class="note">{html.escape(_MFU)}</p>')
     return parts
 

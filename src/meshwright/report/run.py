@@ -13,6 +13,9 @@ from meshwright.report.chrome_trace import read_chrome_trace
 from meshwright.report.curves import METRICS, read_metrics
 from meshwright.timeline import Timeline
 
+PREDICTION = "prediction.json"
+"""Of a step, [predicted, measured]: ``time``, seconds by lane; ``memory``, bytes by category."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -24,6 +27,8 @@ class Run:
     timeline: Timeline | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     """Layout, losses, speed and the like, as text."""
+    prediction: Mapping[str, Any] = field(default_factory=dict)
+    """What `PREDICTION` holds."""
     configuration: str = ""
     """Its configuration, as TOML."""
     is_finished: bool = True
@@ -48,6 +53,7 @@ def read_run(path: str | Path) -> Run:
         metrics=rows,
         timeline=None if metrics.exists() and not trace.exists() else read_chrome_trace(trace),
         facts=dict(_facts(summary, _json(given / "run.json"), tomllib.loads(text), rows)),
+        prediction=_json(given / PREDICTION),
         configuration=text,
         is_finished=bool(summary),
     )
@@ -88,5 +94,10 @@ def _facts(
         if took and unit in last:
             speed = last[unit] / last["step"] * len(steps) / took
             yield f"{unit} a second", f"{speed:,.0f}"
+    if isinstance(flops := known.get("flops_per_second"), float):
+        yield "operations of the model", f"{flops / 1e9:,.4g} GFLOP/s"
+    for key in ("mfu", "hfu"):
+        if isinstance(share := known.get(key), float):
+            yield key.upper(), f"{share:.1%}"
     if took:
         yield "time", f"{took:,.1f} s"

@@ -64,6 +64,15 @@ def lower(
     return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
+def compute_part(schedule: Schedule) -> Schedule:
+    """Return ``schedule`` without its transfers, gathers and reductions."""
+    rows = (
+        tuple(a for a in schedule.actions(rank) if a.operation in COMPUTE)
+        for rank in range(schedule.ranks)
+    )
+    return replace(schedule, rows=tuple(rows))
+
+
 def forward_part(schedule: Schedule) -> Schedule:
     """Return the forwards of a compute-only schedule, in their order, for an evaluation."""
     rows = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
+from meshwright.schedule import Costs, Schedule, find_schedule
 from meshwright.testing import MODELS, Ranks, assert_same_training
 from support.internals.axes import Axes
-from support.internals.composition import _keep_unused, _partition, observe
+from support.internals.composition import _keep_unused, _partition, observe, order_of
+from support.internals.schedule import build, dump_csv, lower
 from support.late import raises_by_now
 
 CUTS = {
@@ -51,6 +54,29 @@ def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     assert_same_training(MODELS[name], plan, world=4, batch_size=16, ranks=ranks)
     plan = plan_of("gpipe", 2, CUTS[name], replicate=2, pipeline=2, train=accumulated)
     assert_same_training(MODELS[name], plan, world=4, batch_size=16, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        (None, "No such file"),
+        ("0F0,0B0", "row 1: expected|stage 1|2 stages"),
+        (build("1f1b", 4, 4), "expected 2 ranks, 4 stages and 4 microbatches, found 4, 4 and 4"),
+        (build("1f1b", 2, 8), "expected 2 ranks, 2 stages and 4 microbatches, found 2, 2 and 8"),
+        (build("gpipe", 3, 4), "expected 2 ranks, 2 stages and 4 microbatches, found 3, 3 and 4"),
+        (Schedule.of("lost", [[], []], [0, 1], 4), "missing actions for rank 0"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(
+    order: Schedule | str | None, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "found.csv"
+    if isinstance(order, Schedule):
+        dump_csv(order, file)
+    elif order is not None:
+        file.write_text(order)
+    with pytest.raises(PlanError, match=rf"\[pipeline\] order: .*({problem})"):
+        order_of(PipelinePlan(order=str(file), microbatches=4), 2)
 
 
 def test_cuts_are_balanced() -> None:
@@ -131,6 +157,31 @@ def laid_out(plan: Plan, model: nn.Module | None = None, example: Any = None) ->
         loss=F.mse_loss,
         example=(torch.ones(2, 4, dtype=torch.float64),) if example is None else example,
     )
+
+
+def body_order(file: str) -> None:
+    one, pipeline = mlp(), PipelinePlan(order=file, microbatches=4)
+    trainable = laid_out(Plan(axes=Axes.of({"pipeline": 2}), pipeline=pipeline))
+    assert f"pipeline.schedule = {file}: the order" in str(trainable.describe())
+    optimizer = torch.optim.Adam(one.parameters(), 0.01)
+    x, y = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for _ in range(3):
+        loss = F.mse_loss(one(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(trainable.step(x, y).loss, loss.detach())
+    torch.testing.assert_close(trainable.weights(), dict(one.state_dict()))
+
+
+def test_an_order_from_a_file_trains_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "found.csv"
+    costs = Costs(forward=[1.0, 1.0, 2.0, 1.5], input=[0.0, 1.0, 2.0, 1.5], activation=0.5)
+    order = find_schedule(2, 4, costs, chunks=2, limits=[2.0, 2.0])
+    assert order.name == "automatic"
+    dump_csv(lower(order), file)  # with its transfers, as `meshwright simulate` writes it
+    assert order_of(PipelinePlan(order=str(file), microbatches=4), 2) == order
+    ranks(2, body_order, str(file))
 
 
 def body_details() -> None:

@@ -15,7 +15,9 @@ __getattr__ = names_inside(
         "meshwright.composition.expert_rules": "expert_problems, expert_split, expert_styles",
         "meshwright.composition.laying_out": "recompute_modules, split_over_experts",
         "meshwright.composition.pipelined": "PipelinedLayout, PipelinedTrainable",
-        "meshwright.composition.stages": "_keep_unused, _partition, chunks_of, cut_model",
+        "meshwright.composition.stages": (
+            "_keep_unused, _partition, chunks_of, cut_model, order_of"
+        ),
         "meshwright.composition.tensor_rules": (
             "ModelCut, RULES, WORDS, origin_of_rules, rule_problems"
         ),

@@ -8,7 +8,9 @@ __getattr__ = names_inside(
     {
         "meshwright.planner.constants": "Constants, priors, ranges",
         "meshwright.planner.fitting": "fit, linearize",
-        "meshwright.planner.hardware": "hardware_names, load_hardware",
+        "meshwright.planner.hardware": (
+            "calibrated_file, hardware_names, load_hardware, require_machine, this_machine"
+        ),
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
             "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
@@ -16,6 +18,7 @@ __getattr__ = names_inside(
         "meshwright.planner.memory": "GIB, flights, layer_activations, rank_memory",
         "meshwright.planner.network": "Group",
         "meshwright.planner.plans": "answer, to_plan",
+        "meshwright.planner.predictions": "best_plan, predict",
         "meshwright.planner.published": "published_runs",
         "meshwright.planner.recompute": "RecomputeOption, choose, peak_of",
         "meshwright.planner.rehearsed": "rank_bytes",
@@ -23,6 +26,7 @@ __getattr__ = names_inside(
         "meshwright.planner.search": "OURS, families, neighbors",
         "meshwright.planner.shapes": "from_config",
         "meshwright.planner.traced": "recompute_options",
+        "meshwright.planner.utilization": "StepWork, work_of",
         "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
     }
 )

@@ -21,6 +21,5 @@ __getattr__ = names_inside(
         "meshwright.recipes.tensors.rows": "Sums, digest, trace_file",
         "meshwright.recipes.tensors.trace": "TensorTrace",
         "meshwright.recipes.text": "Windows, open_text, unigram_loss",
-        "meshwright.recipes.usage": "flops_a_token, matrix_flops",
     }
 )
