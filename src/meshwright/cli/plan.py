@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,8 @@ class PlanCommand:
             shape, trace = planner.named_model(self.model, self.seq)
             about = {
                 "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
-                "recomputing": partial(planner.recompute_for, trace, hardware),
+                "recomputing": find_spec("scipy")
+                and partial(planner.recompute_for, trace, hardware),
             }
         else:
             shape = model_shape(self.model, self.seq or None)
