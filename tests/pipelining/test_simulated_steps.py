@@ -13,8 +13,8 @@ from meshwright.comm import Clock, Timer, communicator, gather_timeline, observe
 from meshwright.pipelining import PipelineScheduleRuntime, PipelineStage
 from meshwright.schedule import Costs
 from meshwright.testing import Ranks
-from meshwright.timeline import Timeline
 from support.internals.schedule import BUILDERS, build, compare, lower, simulate
+from support.internals.timeline import Timeline
 
 FORWARD, INPUT, WEIGHT = 0.012, 0.016, 0.01
 SCALES = (1, 2, 5, 12, 30, 30, 60)
