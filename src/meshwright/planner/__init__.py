@@ -20,7 +20,6 @@ Bottom-up:
     fitting    constants from answers
     scoring    errors by source
     traced     any module, run once without memory
-    rehearsed  one rank of many, run in one process
     predictions  a step of a traced module, and the best plan
 """
 
@@ -32,7 +31,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.planner.hardware import Hardware, load_hardware
-    from meshwright.planner.rehearsed import RankBytes, rehearse
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
@@ -49,7 +47,6 @@ _HOME = MappingProxyType(
         "Hardware": "hardware",
         "ModelShape": "shapes",
         "ModelTrace": "traced",
-        "RankBytes": "rehearsed",
         "Score": "scoring",
         "UnitTrace": "traced",
         "best_layouts": "search",
@@ -57,7 +54,6 @@ _HOME = MappingProxyType(
         "model_shape": "shapes",
         "named_model": "traced",
         "recompute_for": "traced",
-        "rehearse": "rehearsed",
         "score": "scoring",
         "trace_model": "traced",
     }
@@ -66,7 +62,6 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "ModelTrace",
-    "RankBytes",
     "Score",
     "UnitTrace",
     "best_layouts",
@@ -74,7 +69,6 @@ __all__ = [
     "model_shape",
     "named_model",
     "recompute_for",
-    "rehearse",
     "score",
     "trace_model",
 ]
