@@ -154,7 +154,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, 11)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.lm_head(x)
