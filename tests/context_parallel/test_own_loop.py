@@ -110,7 +110,7 @@ def body(length: int, method: str, split: str) -> None:
 
 @pytest.mark.parametrize("split", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["all-to-all", "ring"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_numbers_are_those_of_one_process(
     ranks: Ranks, count: int, method: str, split: str
 ) -> None:

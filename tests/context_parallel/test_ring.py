@@ -233,6 +233,7 @@ def body_dtypes() -> None:
     assert out.dtype == torch.bfloat16 and own[0].grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_other_dtypes(ranks: Ranks) -> None:
     ranks(2, body_dtypes)
 

@@ -20,6 +20,8 @@ from fuzz.models import ModelSpec
 from fuzz.training import Fault, is_refusal
 from meshwright.errors import CollectiveMismatchError
 
+SLOW = pytest.param(10, 30, marks=pytest.mark.slow)
+
 
 @pytest.mark.parametrize("first", [0, pytest.param(40, marks=pytest.mark.slow)])
 def test_forty_drawn_cases_train_as_one_process_or_are_refused_by_name(first: int) -> None:
@@ -27,14 +29,14 @@ def test_forty_drawn_cases_train_as_one_process_or_are_refused_by_name(first: in
     _judge(first, count=40)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
-def test_drawn_cases_with_axis_expert(first: int) -> None:
-    _judge(EXPERTS + first, count=20)
+@pytest.mark.parametrize(("first", "count"), [(0, 10), SLOW])
+def test_drawn_cases_with_axis_expert(first: int, count: int) -> None:
+    _judge(EXPERTS + first, count=count)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
-def test_drawn_cases_with_axis_context(first: int) -> None:
-    _judge(CONTEXT + first, count=20)
+@pytest.mark.parametrize(("first", "count"), [(0, 10), SLOW])
+def test_drawn_cases_with_axis_context(first: int, count: int) -> None:
+    _judge(CONTEXT + first, count=count)
 
 
 @pytest.mark.soak
