@@ -89,6 +89,7 @@ def test_dropout_draws_what_one_process_draws(ranks: Ranks) -> None:
         assert difference is None, difference
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "loss", "length", "context", "train"),
     [
