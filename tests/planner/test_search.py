@@ -15,6 +15,7 @@ from meshwright.planner import ModelShape, best_layouts, load_hardware
 from support.internals.planner import (
     GIB,
     OURS,
+    USABLE,
     Constants,
     RunLayout,
     answer,
@@ -80,6 +81,14 @@ def test_where_nothing_fits_the_category_is_named() -> None:
     assert any(name in found.lines[0] for name in ("weights", "optimizer", "gradients", "units"))
     odd = answer(SMALL, 17, H100, 64)
     assert "divides" in odd.lines[0]
+
+
+def test_layouts_a_little_too_large_do_not_fit() -> None:
+    found = best_layouts(SMALL, 8, replace(H100, memory_gib=4.0), batch=64)
+    less = 0.99 * found.pareto[-1].memory.total / GIB * (1 + OURS.fragments) / USABLE
+    nearly = best_layouts(SMALL, 8, replace(H100, memory_gib=less), batch=64)
+    assert found.fitting > 0
+    assert (nearly.best, nearly.fitting) == (None, 0)
 
 
 def test_the_answer_is_a_plan() -> None:

@@ -66,8 +66,7 @@ def test_units_are_blocks_and_what_is_beside_them() -> None:
         *("embedding", "dropout", "layers.0", "layers.1", "norm", "head", "")
     ]
     block = trace.units[2]
-    assert block.parameter_bytes == {"float32": 4 * block.parameters}
-    assert (block.output, block.shape) == (8 * 32 * 4, (1, 8, 32))
+    assert block.shape == (1, 8, 32)
     # A block that is recomputed keeps its input alone.
     assert block.saved["full"] == 8 * 32 * 4
     assert block.saved["full"] < block.saved["selective"] < block.saved["none"]

@@ -12,7 +12,6 @@ import math
 import pkgutil
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,15 +43,11 @@ class UnitTrace:
     name: str
     parameters: int
     """Elements; of a tied parameter in the first unit that has it."""
-    parameter_bytes: Mapping[str, int]
-    """By dtype."""
     flops: int
     """Of its forward."""
     saved: Mapping[str, int]
     """Bytes that it keeps for its backward, by policy: none, selective (its cheapest children
     recomputed) and full."""
-    output: int
-    """Bytes of what it returns."""
     shape: tuple[int, ...]
     """Of the first tensor that it returns."""
 
@@ -126,7 +121,7 @@ class _TracedRun:
         self.running: list[str] = []
         self.keeps: list[tuple[frozenset[str], int]] = []
         self.inputs: dict[str, frozenset[int]] = {}
-        self.outputs: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.sizes: dict[int, int] = {}
         own = (*model.parameters(), *model.buffers())
         # Storages are held, so that no number is given twice.
@@ -155,8 +150,7 @@ class _TracedRun:
 
     def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         shapes = [tuple(t.shape) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        size = sum(self.sizes[key] for key in self.storages(output))
-        self.outputs[self.running.pop()] = size, shapes[0] if shapes else ()
+        self.shapes[self.running.pop()] = shapes[0] if shapes else ()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         running = frozenset(self.running)
@@ -354,26 +348,21 @@ def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> Mode
     seen: set[int] = set()
     rows: list[UnitTrace] = []
     for name in (*units, ""):
-        saved, size = dict[str, int](), Counter[str]()
+        saved = dict[str, int]()
         for policy, again in policies.items():
             mine = trace.kept(again, inside=name or None) - counted_before[policy]
             counted_before[policy] |= mine
             saved[policy] = trace.bytes_of(mine)
         own = {id(p): p for p in model.get_submodule(name).parameters() if id(p) not in seen}
         seen |= own.keys()
-        for each in own.values():
-            size[str(each.dtype).removeprefix("torch.")] += each.numel() * each.itemsize
-        output, shape = run.outputs.get(name, (0, ()))
         rest = sum(flops.get(unit, 0) for unit in units) if not name else 0
         rows.append(
             UnitTrace(
                 name=name,
                 parameters=sum(p.numel() for p in own.values()),
-                parameter_bytes=size,
                 flops=flops.get(name, 0) - rest,
                 saved=saved,
-                output=output,
-                shape=shape,
+                shape=run.shapes.get(name, ()),
             )
         )
     return replace(trace, units=tuple(rows))

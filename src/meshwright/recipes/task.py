@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 import traceback
 import zlib
@@ -47,6 +48,8 @@ from meshwright.recipes.language_model import VOCABULARY, LanguageModel, adamw, 
 from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
 from meshwright.settings import nearest
 from meshwright.torch_internals.trees import tree_map
+
+_log = logging.getLogger(__name__)
 
 _EXAMPLES = 2
 """Samples of the example that a model is tried with."""
@@ -227,7 +230,8 @@ class Task:
         else:
             try:
                 found, count = self.trace().flops, self.config.data.batch_size / _EXAMPLES
-            except PlanError:
+            except PlanError as error:
+                _log.info("MFU and HFU are not known: %s", error)
                 return StepWork(0.0)
         return work_of(found, recomputed(sketch(self.config), plan)).times(count)
 

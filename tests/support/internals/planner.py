@@ -15,7 +15,7 @@ __getattr__ = names_inside(
         "meshwright.planner.layouts": (
             "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
         ),
-        "meshwright.planner.memory": "GIB, flights, layer_activations, rank_memory",
+        "meshwright.planner.memory": "GIB, USABLE, flights, layer_activations, rank_memory",
         "meshwright.planner.network": "Group",
         "meshwright.planner.plans": "answer, to_plan",
         "meshwright.planner.predictions": "best_plan, predict",
