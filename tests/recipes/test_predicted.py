@@ -189,6 +189,5 @@ def test_a_trace_is_of_the_precision_of_the_run(tmp_path: Path) -> None:
         open_task(config(tmp_path, f"precision.parameters={dtype!r}")).trace(4)
         for dtype in ("float32", "bfloat16")
     )
-    assert whole.units[0].parameter_bytes.keys() == {"float32"}
-    assert half.units[0].parameter_bytes.keys() == {"bfloat16"}
-    assert half.saved() < whole.saved()
+    assert whole.flops == half.flops
+    assert 0.4 * whole.saved() < half.saved() < 0.7 * whole.saved()
