@@ -78,7 +78,7 @@ def body_trains(kind: str, folder: Path, layouts: list[dict[str, int]]) -> None:
             same(many, after[5], (source, axes))
 
 
-@pytest.mark.parametrize("kind", ["muon", "own"])
+@pytest.mark.parametrize("kind", [pytest.param("muon", marks=pytest.mark.slow), "own"])
 def test_a_plan_trains_as_one_process_and_goes_on_from_others(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:

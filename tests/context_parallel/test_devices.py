@@ -173,7 +173,7 @@ def body_of_others(counts: bool, method: Any) -> list[str]:
 
 
 @pytest.mark.devices("simulated", reason="a host waits for no device")
-@pytest.mark.parametrize("method", ["all-to-all", "ring"])
+@pytest.mark.parametrize("method", ["all-to-all", pytest.param("ring", marks=pytest.mark.slow)])
 def test_padding_is_read_once_a_batch(ranks: Ranks, method: str) -> None:
     for found in ranks(2, body_of_others, False, method):
         # The model itself asks whether its positions begin anew, and whether its masks are full.

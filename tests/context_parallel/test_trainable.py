@@ -90,7 +90,10 @@ def body(axes: dict[str, int], loss: Any, length: int, context: Any, train: Any)
         ({"context": 2}, mean, 12, {"method": "ring"}, {"recompute": ("layers.*",)}),
         ({"context": 2}, counted, 13, {"method": "all-to-all"}, {"accumulate": 2}),
         ({"context": 4}, counted, 13, {}, {}),
-        ({"replicate": 2, "context": 2}, mean, 12, {"split": "contiguous"}, {}),
+        pytest.param(
+            *({"replicate": 2, "context": 2}, mean, 12, {"split": "contiguous"}, {}),
+            marks=pytest.mark.slow,
+        ),
         ({"shard": 2, "context": 2}, counted, 9, {"method": "ring"}, {"accumulate": 2}),
         pytest.param({"context": 2}, mean, 12, {}, {"compile": True}, marks=pytest.mark.slow),
     ],
@@ -131,7 +134,10 @@ def dropping(axes: dict[str, int], context: Any, train: Any) -> Any:
     ("axes", "context", "train"),
     [
         ({"context": 2}, {"method": "ring"}, {"recompute": ("layers.*",)}),
-        ({"context": 2, "replicate": 2}, {"method": "all-to-all"}, {"accumulate": 2}),
+        pytest.param(
+            *({"context": 2, "replicate": 2}, {"method": "all-to-all"}, {"accumulate": 2}),
+            marks=pytest.mark.slow,
+        ),
         ({"context": 2, "shard": 2}, {"split": "documents"}, {}),
     ],
     ids=["recompute", "replicate", "shard"],

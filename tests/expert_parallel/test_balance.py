@@ -203,6 +203,7 @@ def check_losses(layout: Callable[..., Any]) -> None:
             assert gate.abs().max() > 1e-4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_process(ranks: Ranks, layout: Callable[..., Any]) -> None:
     """Mutants auxiliary_not_attached, auxiliary_by_ranks, auxiliary_per_rank."""
