@@ -38,7 +38,7 @@ def test_what_is_saved_is_what_a_run_saves(name: str) -> None:
     batch, target = sample.example_batch(6, torch.Generator().manual_seed(0))
     trace = trace_model(sample.build, batch, target=target, loss=sample.loss)
     assert trace.saved() == really_saved(sample.build(), batch, target, sample.loss)
-    assert sum(unit.saved["none"] for unit in trace.units) == trace.saved()
+    assert sum(unit.saved for unit in trace.units) == trace.saved()
     assert trace.parameters == sum(p.numel() for p in sample.build().parameters())
 
 
@@ -65,11 +65,11 @@ def test_units_are_blocks_and_what_is_beside_them() -> None:
     assert [u.name for u in trace.units] == [
         *("embedding", "dropout", "layers.0", "layers.1", "norm", "head", "")
     ]
-    block = trace.units[2]
-    assert block.shape == (1, 8, 32)
+    assert trace.units[2].shape == (1, 8, 32)
     # A block that is recomputed keeps its input alone.
-    assert block.saved["full"] == 8 * 32 * 4
-    assert block.saved["full"] < block.saved["selective"] < block.saved["none"]
+    whole, full = (trace.kept(again, inside="layers.0") for again in ((), ("layers.0",)))
+    assert trace.bytes_of(full) == 8 * 32 * 4
+    assert trace.units[2].saved == trace.bytes_of(whole) > trace.bytes_of(full)
 
 
 def test_recomputed_modules_keep_their_inputs() -> None:

@@ -64,34 +64,42 @@ def predict(trace: ModelTrace, plan: Plan, machine: Hardware) -> Prediction:
     # A product of smallest dim s has s / (s + half) of the largest rate.
     slower = [1 + constants.half_size / max(1, *unit.shape[-1:]) for unit in trace.units]
     work = work_of(trace.flops, recomputed)
-    forward = sum(unit.flops * more for unit, more in zip(trace.units, slower, strict=True))
+    again = work.again / max(1.0, work.forward)
+    # Forward, gradients of what enters, and of the weights that train.
+    products = sum(
+        unit.flops
+        * more
+        * (2 + again + (unit.trainable / unit.parameters if unit.parameters else 1))
+        for unit, more in zip(trace.units, slower, strict=True)
+    )
     rate = machine.products[min(size, 4)] * getattr(constants, f"product_{machine.generation}")
     moved = machine.memory_gbps * 1e9
     compute = max(
         constants.launch * _KERNELS * len(trace.inputs) * passes,
-        forward * (3 + work.again / max(1.0, work.forward)) / rate
-        + _TOUCHES * trace.saved() / moved,
+        products / rate + _TOUCHES * trace.saved() / moved,
     )
     units = [unit.parameters for unit in trace.units if unit.parameters]
-    kept, inside = sum(units) / shards, Group(shards, 1, machine)
+    trained = [unit.trainable for unit in trace.units if unit.trainable]
+    kept, updated = sum(units) / shards, sum(trained) / shards
+    inside = Group(shards, 1, machine)
     across = Group(plan.axes.size("replicate"), shards, machine)
     gather = sum(inside.gather(size * n, constants) for n in units) * passes * (1 + reshards)
-    reduce = sum(inside.gather(summed * n, constants) for n in units)
-    reduce += across.reduce(summed * kept, constants)
+    reduce = sum(inside.gather(summed * n, constants) for n in trained)
+    reduce += across.reduce(summed * updated, constants)
     seconds = beside(compute, gather + reduce, constants)
-    seconds += constants.optimizer / 4 * master * kept / moved
+    seconds += constants.optimizer / 4 * master * updated / moved
     # The current unit and the next two, or all.
     ahead = sum(sorted(units)[-3:] if reshards else units) if shards > 1 else 0
     memory = {
         "parameters": master * kept,
-        "gradients": master * kept,
-        "optimizer": 2 * master * kept,
+        "gradients": master * updated,
+        "optimizer": 2 * master * updated,
         "units": float(size * ahead),
         "activations": trace.saved(patterns) / passes,
     }
-    live = max(unit.saved["none"] for unit in trace.units) / passes if recomputed else 0.0
+    live = max(unit.saved for unit in trace.units) / passes if recomputed else 0.0
     if shards > 1:
-        live += summed * (sum(units) if passes > 1 else max(units, default=0))
+        live += summed * (sum(trained) if passes > 1 else max(trained, default=0))
     lanes = {"compute": seconds, "gather": gather, "reduce": reduce, "transfer": 0.0}
     return Prediction(plan, lanes, memory, sum(memory.values()) + live)
 

@@ -121,21 +121,22 @@ def choose(
         ],
         options={"mip_rel_gap": gap, "time_limit": SECONDS},
     )
-    if found.x is None:
-        least = [min(options, key=lambda o: sum(sizes[k] for k in o.kept)) for options in units]
-        raise PlanError(
-            f"recomputing: activations of {budget:,.0f} bytes do not fit, with every unit "
-            f"recomputed they are {peak_of(least, sizes):,}"
-        )
     picked = [
         options[int(np.argmax(found.x[first[unit] : first[unit + 1]]))]
+        if found.x is not None
+        else min(options, key=lambda o: sum(sizes[k] for k in o.kept))
         for unit, options in enumerate(units)
     ]
+    if (peak := peak_of(picked, sizes)) > budget:
+        raise PlanError(
+            f"recomputing: activations of {budget:,.0f} bytes do not fit, with every unit "
+            f"recomputed they are {peak:,}"
+        )
     return RecomputePolicy(
         modules=tuple(name for option in picked for name in option.modules),
         seconds=sum(option.seconds for option in picked),
-        peak=peak_of(picked, sizes),
-        gap=float(found.mip_gap or 0.0),
+        peak=peak,
+        gap=1.0 if found.x is None else float(found.mip_gap or 0.0),
     )
 
 

@@ -28,12 +28,14 @@ from meshwright.gradients import call_module
 from meshwright.plan import match_names
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choose
-from meshwright.planner.shapes import ModelShape
-from meshwright.torch_internals.tensors import FLASH_ATTENTION, FakeTensorMode, storage_id
+from meshwright.planner.shapes import LIMIT, ModelShape
+from meshwright.torch_internals.tensors import FLASH_ATTENTION, storage_id, without_memory
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
 
 CHEAP = 0.5
 """Share of a block's operations below which a child of it is cheap to recompute."""
+CLOSE = 0.05
+"""Share by which parameters and operations of a decoder may differ from those of a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,12 @@ class UnitTrace:
     name: str
     parameters: int
     """Elements; of a tied parameter in the first unit that has it."""
+    trainable: int
+    """Of these, those that require gradients."""
     flops: int
     """Of its forward."""
-    saved: Mapping[str, int]
-    """Bytes that it keeps for its backward, by policy: none, selective (its cheapest children
-    recomputed) and full."""
+    saved: int
+    """Bytes that it keeps for its backward, without those that earlier units keep too."""
     shape: tuple[int, ...]
     """Of the first tensor that it returns."""
 
@@ -78,7 +81,7 @@ class ModelTrace:
     def tokens(self) -> int:
         """Rows of what the first block returns."""
         blocks = [u.shape for u in self.units if u.name in self.blocks or not self.blocks]
-        return math.prod(next((shape for shape in blocks if len(shape) > 1), (1, 1))[:-1])
+        return math.prod(next((shape for shape in blocks if len(shape) > 1), (1, 1))[:-1]) or 1
 
     def kept(self, recomputed: Iterable[str] = (), inside: str | None = None) -> frozenset[int]:
         """Storages that a forward keeps if ``recomputed``, patterns of modules, are run again.
@@ -174,7 +177,7 @@ def trace_model(
     """
     flops = FlopCounterMode(display=False, custom_mapping={FLASH_ATTENTION[0]: _attention_flops})
     computing = compute and torch.autocast("cpu", getattr(torch, compute))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+    with without_memory("cpu"):
         try:
             model = build().train()
             run = _TracedRun(model)
@@ -200,7 +203,7 @@ def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
         sys.path.append(str(Path.cwd()))
     try:
         function = pkgutil.resolve_name(name)
-        with FakeTensorMode(), torch.device("meta"):
+        with without_memory("meta"):
             model, *given = _parts(function)
         if not isinstance(model, nn.Module):
             raise TypeError(f"it returned a {type(model).__name__}")
@@ -212,10 +215,12 @@ def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
         ) from error
     tokens = torch.empty(1, seq or 2048, dtype=torch.int64, device="meta")
     example = given[0] if given else tokens
+    batched = (t for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.ndim)
+    rows = next((len(tensor) for tensor in batched), 0)
     one, two = (
         trace_model(
             lambda: cast(nn.Module, _parts(function)[0]),
-            tree_map_only(torch.Tensor, partial(_rows, times), example),
+            tree_map_only(torch.Tensor, partial(_repeated, times, rows), example),
             compute="bfloat16",
         )
         for times in (1, 2)
@@ -223,8 +228,9 @@ def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
     return _shape(name, one, two), one
 
 
-def _rows(times: int, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor] * times) if tensor.ndim else tensor
+def _repeated(times: int, rows: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Repeat a batch of ``rows``; other tensors, such as positions, stay."""
+    return torch.cat([tensor] * times) if tensor.shape[:1] == (rows,) else tensor
 
 
 def _parts(function: Callable[[], object]) -> tuple[object, ...]:
@@ -236,37 +242,47 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
     """The decoder that has as many parameters and operations, and keeps as much of a token.
 
     ``two`` ran twice the batch of ``one``: what both keep alike is weights in bfloat16. A model
-    without blocks is a single one. Nothing is known of its heads, so no axis splits them.
+    without blocks is a single one. Nothing is known of its heads, so no axis splits them. Raises
+    ``PlanError`` where no decoder is like it.
     """
     blocks = [u for u in one.units if u.name in one.blocks or not one.blocks]
-    count, shape = len(one.blocks) or 1, next((u.shape for u in blocks if len(u.shape) > 1), ())
-    if not shape:
-        raise PlanError(f"MODEL {name!r}: no block of {one.name} returns a tensor of rows")
-    hidden, tokens = shape[-1], one.tokens
-    seq = math.prod(shape[1:-1])
+    count, tokens = len(one.blocks) or 1, one.tokens
+    shape = next((u.shape for u in blocks if len(u.shape) > 1), (1, 1))
+    hidden, seq = shape[-1] or 1, math.prod(shape[1:-1]) or 1
     parameters = sum(u.parameters for u in blocks) / count
     extra = sum(u.flops for u in blocks) / count / tokens - 2 * parameters
-    attended = max(1, round(extra / (4 * seq)))
+    attended = _size(extra / (4 * seq))
     rest = one.parameters - sum(u.parameters for u in blocks)
     head = (one.flops[""] - sum(u.flops for u in blocks)) / tokens / 2
-    is_tied = rest < 1.5 * head
-    names = [u.name for u in blocks]
-    less, more = (
-        sum(u.saved["none"] for u in trace.units if u.name in names) for trace in (one, two)
+    is_tied = rest <= 1.5 * head
+    asked = one.parameters, one.flops[""] / tokens
+    for glu, norms in ((False, 8), (True, 2)):
+        found = ModelShape(
+            name=name,
+            layers=count,
+            hidden=hidden,
+            heads=1,
+            head_dim=attended,
+            ffn=_size((parameters / hidden - 4 * attended - norms) / (3 if glu else 2)),
+            glu=glu,
+            vocab=_size(rest / hidden / (1 if is_tied else 2)),
+            seq=seq,
+            tied=is_tied,
+            saved=(two.saved() - one.saved()) / count / tokens,
+        )
+        pairs = zip(asked, (found.parameters, found.flops), strict=True)
+        if all(abs(has - real) <= CLOSE * real for real, has in pairs):
+            return found
+    raise PlanError(
+        f"MODEL {name!r}: no decoder has its {asked[0]:,} parameters and {asked[1]:,.0f} "
+        f"operations for each of {tokens:,} rows within {CLOSE:.0%}, so that no layouts can be "
+        "compared; see what it holds with planner.trace_model, let meshwright train --plan auto "
+        "choose its data axes, or try a plan on one rank with meshwright train --rehearse RANK"
     )
-    return ModelShape(
-        name=name,
-        layers=count,
-        hidden=hidden,
-        heads=1,
-        head_dim=attended,
-        ffn=max(1, round((parameters - (4 * attended + 8) * hidden) / (2 * hidden))),
-        glu=False,
-        vocab=max(1, round(rest / hidden / (1 if is_tied else 2))),
-        seq=seq,
-        tied=is_tied,
-        saved=(more - less) / count / tokens,
-    )
+
+
+def _size(number: float) -> int:
+    return min(max(1, round(number)), LIMIT)
 
 
 def recompute_options(trace: ModelTrace, hardware: Hardware) -> list[list[RecomputeOption]]:
@@ -297,7 +313,12 @@ def recompute_options(trace: ModelTrace, hardware: Hardware) -> list[list[Recomp
 def recompute_for(
     trace: ModelTrace, hardware: Hardware, tokens: int, budget: float
 ) -> RecomputePolicy:
-    """Choose what to recompute for microbatches of ``tokens``, within ``budget`` bytes."""
+    """Choose what to recompute for microbatches of ``tokens``, within ``budget`` bytes.
+
+    Raises ``PlanError`` if no choice fits.
+    """
+    if not (tokens > 0 and 0 < budget < math.inf):
+        raise PlanError(f"expected tokens and bytes above 0, found {tokens} and {budget}")
     scale = tokens / trace.tokens
     found = choose(recompute_options(trace, hardware), trace.sizes, budget / scale)
     modules: dict[str, None] = {}
@@ -339,20 +360,12 @@ def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> Mode
         inputs=run.inputs,
         sizes=run.sizes,
     )
-    policies: dict[str, Sequence[str]] = {
-        "none": (),
-        "selective": [n for block in listed for n in trace.children(block, CHEAP)],
-        "full": listed,
-    }
-    counted_before = {policy: frozenset[int]() for policy in policies}
+    counted_before: frozenset[int] = frozenset()
     seen: set[int] = set()
     rows: list[UnitTrace] = []
     for name in (*units, ""):
-        saved = dict[str, int]()
-        for policy, again in policies.items():
-            mine = trace.kept(again, inside=name or None) - counted_before[policy]
-            counted_before[policy] |= mine
-            saved[policy] = trace.bytes_of(mine)
+        mine = trace.kept(inside=name or None) - counted_before
+        counted_before |= mine
         own = {id(p): p for p in model.get_submodule(name).parameters() if id(p) not in seen}
         seen |= own.keys()
         rest = sum(flops.get(unit, 0) for unit in units) if not name else 0
@@ -360,8 +373,9 @@ def _traced(model: nn.Module, run: _TracedRun, counted: FlopCounterMode) -> Mode
             UnitTrace(
                 name=name,
                 parameters=sum(p.numel() for p in own.values()),
+                trainable=sum(p.numel() for p in own.values() if p.requires_grad),
                 flops=flops.get(name, 0) - rest,
-                saved=saved,
+                saved=trace.bytes_of(mine),
                 shape=run.shapes.get(name, ()),
             )
         )

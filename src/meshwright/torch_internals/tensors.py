@@ -5,6 +5,9 @@ Lookups here return torch's own functions or getters written in C, so calls have
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -59,6 +62,7 @@ __all__ = [
     "viewed_by",
     "without_dispatch",
     "without_function",
+    "without_memory",
     "without_rules",
     "writes_to",
 ]
@@ -140,6 +144,21 @@ COMPARISON = "torch.testing._comparison"
 """The file of torch that `torch.testing.assert_close` compares in."""
 _PYTHON = required("torch._C.DispatchKey.Python", "sees dispatch modes")
 _excludes = required("torch._C._dispatch_tls_is_dispatch_key_excluded", "sees dispatch modes")
+
+
+@contextlib.contextmanager
+def without_memory(device: str) -> Iterator[None]:
+    """Make tensors of ``device`` fake in the block; failures are raised, not logged too."""
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    # Conversions of modules exchange parameters, which is refused where weak references name them.
+    mode.fake_tensor_converter.meta_converter.tensor_memo = {}
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        with mode, torch.device(device):
+            yield
+    finally:
+        log.disabled = before
 
 
 def skips_dispatch_modes() -> bool:
