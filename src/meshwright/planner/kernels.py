@@ -168,6 +168,7 @@ class Kernels:
         if moe:
             parameters += shape.expert_parameters / layout.expert
         weight += self.moved((6.0 if software.fused_accumulation else 10.0) * parameters)
+        weight *= 1 - shape.frozen
         wait_forward, wait_back = self._waits(exchange, core, core_back)
         again = again_wait = 0.0
         if layout.recompute == "full":

@@ -72,7 +72,7 @@ def layer_activations(
     n = layout.tokens(shape)
     whole = t if layout.sequence else 1
     if recompute == "full":
-        return 2.0 * n * h / whole
+        return n * (shape.least or 2.0 * h / whole)
     if shape.saved:
         return shape.saved * n / t
     dropout = software.dropout
@@ -117,6 +117,7 @@ def states(
     """
     ranks = layout.sharers
     kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+    trained = 1 - shape.frozen
     if layout.is_fully_sharded:
         if layout.pipeline > 1:
             # Between microbatches weights stay gathered and gradients whole.
@@ -130,15 +131,15 @@ def states(
             units = ahead + (2.0 + software.reduce_bytes) * max(unit, vocab)
         return {
             "weights": 4.0 * kept,
-            "gradients": 4.0 * kept,
-            "optimizer": 8.0 * kept,
+            "gradients": 4.0 * kept * trained,
+            "optimizer": 8.0 * kept * trained,
             "units": units,
         }
     is_sharded = layout.zero == 2 and layout.shard > 1
     return {
         "weights": 2.0 * (dense + expert),
-        "gradients": software.gradient_bytes * (kept if is_sharded else dense + expert),
-        "optimizer": 12.0 * kept,
+        "gradients": software.gradient_bytes * trained * (kept if is_sharded else dense + expert),
+        "optimizer": (4.0 + 8.0 * trained) * kept,
     }
 
 

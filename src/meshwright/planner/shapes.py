@@ -57,11 +57,15 @@ class ModelShape:
     """Keys that each second layer sees; 0: all."""
     saved: Annotated[float, AtLeast(0)] = 0.0
     """Bytes that a layer keeps of one token, as traced; 0: by formula."""
+    least: Count = 0
+    """The same of a layer that is recomputed."""
+    frozen: Annotated[float, AtLeast(0)] = 0.0
+    """Share of the parameters that do not train."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            limit = 100_000 if name == "layers" else LIMIT
-            if isinstance(value, int) and not 0 <= value <= limit:
+            limit = {"layers": 100_000, "frozen": 1}.get(name, LIMIT)
+            if isinstance(value, int | float) and name != "saved" and not 0 <= value <= limit:
                 raise PlanError(f"{name}: expected 0 to {limit:,}, found {value:,}")
         if not self.head_dim and self.hidden < self.heads:
             raise PlanError(f"heads: expected at most {self.hidden} (hidden), found {self.heads}")

@@ -28,6 +28,7 @@ from meshwright.gradients import call_module
 from meshwright.plan import match_names
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choose
+from meshwright.planner.search import OURS
 from meshwright.planner.shapes import LIMIT, ModelShape
 from meshwright.torch_internals.tensors import FLASH_ATTENTION, storage_id, without_memory
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
@@ -196,6 +197,7 @@ def trace_model(
 def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
     """The sizes of a model that ``package.module:function`` builds, and its trace in bfloat16.
 
+    Bytes of the trace are those that grow with the batch, without the weights in bfloat16.
     The function returns a module and an example batch, or a module of tokens alone, which gets a
     row of ``seq`` of them. Raises ``PlanError``.
     """
@@ -225,7 +227,12 @@ def named_model(name: str, seq: int = 0) -> tuple[ModelShape, ModelTrace]:
         )
         for times in (1, 2)
     )
-    return _shape(name, one, two), one
+    if len(one.keeps) != len(two.keeps):
+        raise PlanError(f"MODEL {name!r}: it runs otherwise on a batch that is twice as long")
+    kept = ((less, more) for (_, less), (_, more) in zip(one.keeps, two.keeps, strict=True))
+    growing = {less: two.sizes[more] - one.sizes[less] for less, more in kept}
+    trace = replace(one, sizes={**one.sizes, **growing})
+    return _shape(name, trace), trace
 
 
 def _repeated(times: int, rows: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -238,12 +245,11 @@ def _parts(function: Callable[[], object]) -> tuple[object, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
+def _shape(name: str, one: ModelTrace) -> ModelShape:
     """The decoder that has as many parameters and operations, and keeps as much of a token.
 
-    ``two`` ran twice the batch of ``one``: what both keep alike is weights in bfloat16. A model
-    without blocks is a single one. Nothing is known of its heads, so no axis splits them. Raises
-    ``PlanError`` where no decoder is like it.
+    A model without blocks is a single one. Nothing is known of its heads, so no axis splits them.
+    Raises ``PlanError`` where no decoder is like it.
     """
     blocks = [u for u in one.units if u.name in one.blocks or not one.blocks]
     count, tokens = len(one.blocks) or 1, one.tokens
@@ -255,7 +261,12 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
     rest = one.parameters - sum(u.parameters for u in blocks)
     head = (one.flops[""] - sum(u.flops for u in blocks)) / tokens / 2
     is_tied = rest <= 1.5 * head
-    asked = one.parameters, one.flops[""] / tokens
+    saved = one.saved() / count / tokens
+    # A step has what recomputed blocks keep and, as the search counts, one block that is whole.
+    again = [one.bytes_of(one.kept((), n) - one.kept((n,), n)) for n in one.blocks]
+    least = (one.saved(one.blocks) + max(again, default=0)) / tokens - saved
+    trainable = sum(unit.trainable for unit in one.units)
+    flops = one.flops[""] / tokens
     for glu, norms in ((False, 8), (True, 2)):
         found = ModelShape(
             name=name,
@@ -268,16 +279,23 @@ def _shape(name: str, one: ModelTrace, two: ModelTrace) -> ModelShape:
             vocab=_size(rest / hidden / (1 if is_tied else 2)),
             seq=seq,
             tied=is_tied,
-            saved=(two.saved() - one.saved()) / count / tokens,
+            saved=saved,
+            least=max(1, math.ceil(least / count)),
+            frozen=1 - trainable / (one.parameters or 1),
         )
-        pairs = zip(asked, (found.parameters, found.flops), strict=True)
-        if all(abs(has - real) <= CLOSE * real for real, has in pairs):
+        # What is beside the blocks counts as vocabulary, of which a step keeps outputs.
+        width = one.units[-1].shape[-1] if one.units[-1].shape else found.vocab
+        outputs = OURS.logits_bytes * max(0, found.vocab - width)
+        pairs = (one.parameters, found.parameters), (flops, found.flops)
+        if all(abs(has - real) <= CLOSE * real for real, has in pairs) and (
+            outputs <= CLOSE * (count * saved + OURS.logits_bytes * width)
+        ):
             return found
     raise PlanError(
-        f"MODEL {name!r}: no decoder has its {asked[0]:,} parameters and {asked[1]:,.0f} "
-        f"operations for each of {tokens:,} rows within {CLOSE:.0%}, so that no layouts can be "
-        "compared; see what it holds with planner.trace_model, let meshwright train --plan auto "
-        "choose its data axes, or try a plan on one rank with meshwright train --rehearse RANK"
+        f"MODEL {name!r}: no decoder has its {one.parameters:,} parameters, and {flops:,.0f} "
+        f"operations and outputs for each of {tokens:,} rows, within {CLOSE:.0%}, so that layouts "
+        "cannot be compared; see what it holds with planner.trace_model, let meshwright train "
+        "--plan auto choose its data axes, or try a plan with meshwright train --rehearse RANK"
     )
 
 
