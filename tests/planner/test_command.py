@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from meshwright import Plan
 from meshwright.cli import main
+from meshwright.planner import named_model
+from support.internals.planner import GIB
 
 SIZES = ("layers = 16", "hidden = 2048", "heads = 16", "ffn = 8192", "vocab = 32000", "seq = 2048")
 MODEL = "\n".join(SIZES)
@@ -57,6 +60,25 @@ def test_a_function_of_ones_own_is_planned_for(capsys: pytest.CaptureFixture[str
     words = ["plan", "planner.test_traced:small", "--gpus", "2", "--batch", "8", "--seq", "64"]
     assert main(words) == 0
     assert Plan.from_toml(capsys.readouterr().out).axes.world_size == 2
+
+
+def test_the_header_is_of_what_is_recomputed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("scipy")
+    (tmp_path / "mine.toml").write_text(MACHINE.replace("memory_gib = 80", "memory_gib = 1.45"))
+    words = ["planner.test_traced:deep", "--gpus", "1", "--batch", "8", "--seq", "512"]
+    assert main(["plan", *words, "--hardware", str(tmp_path / "mine.toml")]) == 0
+    printed = capsys.readouterr().out
+    plan = Plan.from_toml(printed)
+    shape, trace = named_model("planner.test_traced:deep", 512)
+    (found,) = re.findall(r"activations ([\d.]+) GiB", printed)
+    # What is kept, and one block that is computed again.
+    kept, again = 8 * trace.saved(plan.train.recompute), 8 * 512 * shape.saved
+    assert 0.99 * kept < float(found) * GIB < 1.01 * (kept + again)
+    # Less is recomputed than in the layout of whole blocks, which took longer.
+    header, whole = re.findall(r"^# +([\d.]+) s[ ,]", printed, re.MULTILINE)[:2]
+    assert float(header) < float(whole)
 
 
 def test_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

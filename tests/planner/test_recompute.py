@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,16 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
         choose(units, sizes, 1000)
 
 
+def test_without_a_choice_in_time_whole_layers_are_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    units, sizes = drawn(1)
+    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
+    found = choose(units, sizes, 1e12)
+    assert found.modules == tuple(f"layers.{layer}" for layer in range(len(units)))
+    assert (found.gap, found.peak) == (1.0, peak_of([options[1] for options in units], sizes))
+
+
 def model() -> nn.Module:
     return LanguageModel(ModelConfig(layers=4, dim=64, heads=2))
 
@@ -111,4 +122,5 @@ def test_a_model_keeps_what_its_policy_says() -> None:
     found = choose(units, trace.sizes, budget)
     assert len(found.modules) > 0
     assert trace.saved(found.modules) <= found.peak <= budget
+    assert 0 < found.share < 1
     assert choose(units, trace.sizes, 2 * whole).modules == ()

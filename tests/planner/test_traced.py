@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright import PlanError
+from meshwright import Plan, PlanError
 from meshwright.gradients import call_module
-from meshwright.planner import named_model, trace_model
+from meshwright.planner import load_hardware, named_model, recompute_for, trace_model
 from meshwright.testing import MODELS
+from support.internals.planner import RunLayout, Software, predict, rank_memory
 from support.internals.recipes import LanguageModel, ModelConfig
 
 
@@ -126,6 +127,10 @@ def small() -> nn.Module:
     return LanguageModel(ModelConfig(layers=3, dim=64, heads=2))
 
 
+def deep() -> nn.Module:
+    return LanguageModel(ModelConfig(layers=12, dim=256, heads=4))
+
+
 def rows() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64)), torch.zeros(5, 64)
 
@@ -139,6 +144,147 @@ def test_a_model_without_blocks_is_one_layer() -> None:
     assert (shape.layers, shape.seq, shape.vocab) == (1, 1, 1)
     # In bfloat16: what enters both layers, and what the ReLU returns is one of these.
     assert shape.saved == 2 * (64 + 32)
+
+
+# ------------------------------------------------------------------------------- odd models
+
+
+class Odd(nn.Module):
+    """A model of tokens with ``layers`` perceptrons, which may do other things beside them."""
+
+    def __init__(self, widths: Sequence[int] = (128, 128), beside: int = 0, sines: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(500, 32)
+        self.layers = nn.ModuleList(Perceptron(width) for width in widths)
+        self.beside = (
+            nn.Sequential(nn.Linear(32, beside), nn.Linear(beside, 32)) if beside else None
+        )
+        self.head = nn.Linear(32, 500)
+        self.sines = sines
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | float = 0.0) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(self.sines):
+            x = torch.sin(x)
+        if self.beside is not None:
+            x = self.beside(x)
+        for layer in self.layers:
+            x = layer(x)
+        if isinstance(positions, torch.Tensor):
+            x = x + positions[:, None]
+        return self.head(x)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(64, 64)
+        self.register_buffer("turn", torch.zeros(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x @ self.turn)
+
+
+def sines() -> nn.Module:
+    return Odd(sines=20)
+
+
+def half() -> nn.Module:
+    return nn.Sequential(Odd(), nn.LayerNorm(500)).bfloat16()[0]
+
+
+def placed() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    return Odd(), (torch.zeros(2, 16, dtype=torch.long), torch.arange(16.0))
+
+
+def uneven() -> nn.Module:
+    return Odd((32, 32, 2048))
+
+
+def adapted() -> nn.Module:
+    model = Odd((128,) * 4)
+    for part in (model.embedding, *model.layers[:3]):
+        part.requires_grad_(False)
+    return model
+
+
+def buffered() -> tuple[nn.Module, torch.Tensor]:
+    return Buffered(), torch.zeros(2, 8, 64)
+
+
+def wide() -> nn.Module:
+    return Odd(beside=4096)
+
+
+def images() -> tuple[nn.Module, torch.Tensor]:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    return nn.Sequential(*layers), torch.zeros(2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["buffered", "wide", "images"])
+def test_what_no_decoder_is_like_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(PlanError, match="no decoder has its .* parameters") as caught:
+        named_model(f"planner.test_traced:{name}", 32)
+    said = str(caught.value)
+    assert all(way in said for way in ("trace_model", "--plan auto", "--rehearse RANK"))
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["sines", "half", "placed", "uneven", "adapted"])
+def test_a_decoder_keeps_what_its_model_keeps(name: str) -> None:
+    shape, trace = named_model(f"planner.test_traced:{name}", 32)
+    assert shape.saved * shape.layers == pytest.approx(trace.saved() / trace.tokens)
+    assert shape.parameters == pytest.approx(trace.parameters, rel=0.05)
+    assert shape.flops == pytest.approx(trace.flops[""] / trace.tokens, rel=0.05)
+    if name == "sines":
+        assert trace.saved() > 20 * 32 * 32 * 4
+    pytest.importorskip("scipy")
+    # The search says that it fits if all blocks recompute: then a choice is found.
+    budget = shape.layers * shape.least + shape.saved
+    for tokens in (trace.tokens, 8 * trace.tokens):
+        found = recompute_for(trace, load_hardware("h100"), tokens, tokens * budget)
+        assert found.peak <= tokens * budget
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    shape, trace = named_model("planner.test_traced:adapted", 32)
+    model = adapted()
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(unit.trainable for unit in trace.units) == trainable < 0.7 * trace.parameters
+    machine = load_hardware("h100")
+    for axes, ranks in (("replicate", 1), ("shard", 2)):
+        memory = predict(trace, Plan.from_toml(f"axes.{axes} = 2"), machine).memory
+        assert memory["parameters"] * ranks == 4 * trace.parameters
+        assert memory["gradients"] * ranks == 4 * trainable
+        assert memory["optimizer"] * ranks == 8 * trainable
+    parts = rank_memory(shape, RunLayout(shard=2, zero=3), Software()).parts
+    share = trainable / trace.parameters
+    assert parts["gradients"] == pytest.approx(share * parts["weights"])
+    assert parts["optimizer"] == pytest.approx(2 * share * parts["weights"])
+
+
+def test_a_failing_trace_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match="cannot be traced"):
+        trace_model(Odd, (torch.zeros(2, 8, dtype=torch.long), torch.zeros(9)))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget"), [(64, -1.0), (64, float("nan")), (64, 0.0), (0, 1e9), (-5, 1e9)]
+)
+def test_budgets_that_are_none_are_refused(tokens: int, budget: float) -> None:
+    trace = trace_model(Odd, torch.zeros(2, 8, dtype=torch.long))
+    with pytest.raises(PlanError, match="expected tokens and bytes above 0"):
+        recompute_for(trace, load_hardware("h100"), tokens, budget)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from meshwright.planner.memory import GIB, USABLE
 from meshwright.planner.recompute import RecomputePolicy
 from meshwright.planner.search import OURS, Candidate, Found, best_layouts, neighbors
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.steps import step_time
 from meshwright.precision import Precision
 
 BAND = (0.8, 1.35)
@@ -89,6 +90,10 @@ def answer(
         room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
         policy = recomputing(best.layout.tokens(shape), room)
         plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
+        layout = replace(best.layout, recompute_share=policy.share)
+        time = step_time(shape, layout, hardware, OURS, hardware.constants)
+        parts = {**best.memory.parts, "activations": float(policy.peak)}
+        best = Candidate(layout, replace(best.memory, parts=parts), time)
     toml = plan.to_toml()
     seconds, work, peak = best.time.total, best.time.work, hardware.peak()
     lines = [
@@ -102,8 +107,8 @@ def answer(
         f"# memory of rank {best.memory.rank} of axis pipeline: {best.memory.total / GIB:.1f} GiB: "
         + _parts(best.memory.parts, GIB, "GiB"),
         *(
-            f"# recompute: {policy.seconds:.3g} s a microbatch, within {policy.gap:.1%} of the "
-            f"least; activations {policy.peak / GIB:.1f} GiB"
+            f"# recompute: {policy.share:.0%} of the blocks' time, within {policy.gap:.1%} of the "
+            "least"
             for policy in ([policy] if policy else [])
         ),
         toml,

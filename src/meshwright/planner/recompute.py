@@ -44,6 +44,8 @@ class RecomputePolicy:
     """The most bytes at a time, as `peak_of`."""
     gap: float
     """No choice that fits is faster by more than this share of ``seconds``."""
+    share: float = 0.0
+    """``seconds`` over those of recomputing every unit that can be."""
 
 
 def peak_of(options: Sequence[RecomputeOption], sizes: Mapping[int, int]) -> int:
@@ -132,10 +134,13 @@ def choose(
             f"recomputing: activations of {budget:,.0f} bytes do not fit, with every unit "
             f"recomputed they are {peak:,}"
         )
+    seconds = sum(option.seconds for option in picked)
+    every = sum(options[1].seconds for options in units if len(options) > 1)
     return RecomputePolicy(
         modules=tuple(name for option in picked for name in option.modules),
-        seconds=sum(option.seconds for option in picked),
+        seconds=seconds,
         peak=peak,
+        share=seconds / (every or 1.0),
         gap=1.0 if found.x is None else float(found.mip_gap or 0.0),
     )
 
