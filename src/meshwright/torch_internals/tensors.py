@@ -151,7 +151,7 @@ def without_memory(device: str) -> Iterator[None]:
     """Make tensors of ``device`` fake in the block; failures are raised, not logged too."""
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     # Conversions of modules exchange parameters, which is refused where weak references name them.
-    mode.fake_tensor_converter.meta_converter.tensor_memo = {}
+    mode.fake_tensor_converter.meta_converter.tensor_memo = dict[int, torch.Tensor]()
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:

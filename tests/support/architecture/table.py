@@ -75,7 +75,7 @@ ROOM_LINES: dict[str, int] = {
     "mesh": 7,
     "pipelining": 8047,
     "plan": 469,
-    "planner": 3371,
+    "planner": 3428,
     "precision": 79,
     "randomness": 1114,
     "recipes": 3888,
@@ -88,7 +88,7 @@ ROOM_LINES: dict[str, int] = {
     "testing": 3396,
     "timeline": 242,
     "toml_source": 560,
-    "torch_internals": 1443,
+    "torch_internals": 1462,
     "transfer": 323,
 }
 

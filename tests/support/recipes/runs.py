@@ -49,7 +49,9 @@ def read_run(folder: Path, *overrides: str) -> TrainConfig:
     if not text.exists():
         write_text(folder)
     given = [f"data.path={text}", f"run.folder={folder / 'run'}", *overrides]
-    return read(CONFIG, TrainConfig, source="tiny.toml", overrides=given)
+    has_model = any(each.startswith("model.factory") for each in overrides)
+    config = "[data]" + CONFIG.partition("[data]")[2] if has_model else CONFIG
+    return read(config, TrainConfig, source="tiny.toml", overrides=given)
 
 
 def run_tiny(
