@@ -181,12 +181,13 @@ class Kernels:
         # The host launches kernels one by one; in the backward 1.6 for each of the forward.
         passes = 1.6 + (layout.recompute_share if layout.recompute == "full" else 0.0)
         launch = constants.launch * kernels
-        back = max(products + 2 * simple + core_back + again + weight, launch * passes)
+        waits = wait_back + again_wait
+        back = products + 2 * simple + core_back + again + weight + waits
         return PassTimes(
-            max(forward, launch) + wait_forward,
-            back - weight + wait_back + again_wait,
+            max(forward + wait_forward, launch),
+            max(back, launch * passes) - weight,
             weight,
-            wait_forward + wait_back + again_wait,
+            wait_forward + waits,
         )
 
     def _waits(self, exchange: float, core: float, core_back: float) -> tuple[float, float]:
