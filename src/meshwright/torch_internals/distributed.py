@@ -57,6 +57,7 @@ __all__ = [
     "device_types_of",
     "dtensor_handlers",
     "fake_backend",
+    "fake_store",
     "flatten_mesh",
     "global_tensor_info",
     "graph_operators",
@@ -370,6 +371,13 @@ def number_operations(backend: Any) -> None:  # noqa: ANN401
 def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
     """Make a backend that sends nothing."""
     return bindings.FakeProcessGroup._create_internal(rank, size)
+
+
+def fake_store() -> Any:  # noqa: ANN401
+    """Make the store of a world of backend ``fake``; DTensors forget meshes of earlier worlds."""
+    why = "runs one rank of many"
+    required("torch.distributed.tensor.debug._clear_sharding_prop_cache", why)()
+    return required("torch.testing._internal.distributed.fake_pg.FakeStore", why)()
 
 
 @contextlib.contextmanager
