@@ -219,13 +219,13 @@ def rehearsing(rank: int, size: int) -> Iterator[None]:
     """
     if is_connected():
         raise CommunicationError("one rank of many is rehearsed before `connect`, not after it")
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process is behind the group
+    with fake_store() as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process is behind the group
+        dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+        try:
             yield
-    finally:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
 
 
 def disconnect() -> None:

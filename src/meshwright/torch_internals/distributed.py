@@ -373,11 +373,19 @@ def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
     return bindings.FakeProcessGroup._create_internal(rank, size)
 
 
-def fake_store() -> Any:  # noqa: ANN401
-    """Make the store of a world of backend ``fake``; DTensors forget meshes of earlier worlds."""
+@contextlib.contextmanager
+def fake_store() -> Iterator[Any]:
+    """Make the store of a world of backend ``fake``; DTensors forget other worlds' meshes in it.
+
+    And its own after it: meshes of the same ranks are equal, whatever their groups are.
+    """
     why = "runs one rank of many"
-    required("torch.distributed.tensor.debug._clear_sharding_prop_cache", why)()
-    return required("torch.testing._internal.distributed.fake_pg.FakeStore", why)()
+    forget = required("torch.distributed.tensor.debug._clear_sharding_prop_cache", why)
+    forget()
+    try:
+        yield required("torch.testing._internal.distributed.fake_pg.FakeStore", why)()
+    finally:
+        forget()
 
 
 @contextlib.contextmanager
