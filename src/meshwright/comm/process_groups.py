@@ -15,8 +15,7 @@ import gc
 import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -53,7 +52,6 @@ from meshwright.torch_internals.distributed import (
     can_abort,
     default_group,
     default_store,
-    fake_store,
     groups_to_abort,
     make_group,
     set_timeout,
@@ -69,7 +67,6 @@ __all__ = [
     "host_store",
     "is_connected",
     "peers",
-    "rehearsing",
     "subgroup",
     "union",
     "watch_run",
@@ -209,23 +206,6 @@ def check_peers() -> None:
     PROCESS.refuse()
     if PROCESS.monitor is not None:
         PROCESS.monitor.check()
-
-
-@contextlib.contextmanager
-def rehearsing(rank: int, size: int) -> Iterator[None]:
-    """Be ``rank`` of ``size`` ranks in the block, without the others: what they send is missing.
-
-    Raises `CommunicationError` in a process that has joined ranks.
-    """
-    if is_connected():
-        raise CommunicationError("one rank of many is rehearsed before `connect`, not after it")
-    with fake_store() as store, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process is behind the group
-        dist.init_process_group("fake", store=store, rank=rank, world_size=size)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def disconnect() -> None:
