@@ -158,7 +158,7 @@ WAYS_ROUND = frozenset({("data_parallel/replicas/traced.py", "meshwright.compile
 # The pure row and what stands on it alone start without torch, so that `plan` and `simulate` do.
 TORCH_FREE = _PURE | {"planner", "report"}
 # Of these rooms, the files that need it, which the others do not import.
-WITH_TORCH = frozenset({"planner/predictions.py", "planner/traced.py"})
+WITH_TORCH = frozenset({"planner/predictions.py", "planner/rehearsed.py", "planner/traced.py"})
 
 # Where communication may be touched: every other room goes through a Communicator. A simulated
 # device is a backend of c10d.
