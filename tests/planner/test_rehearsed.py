@@ -173,7 +173,7 @@ def resident_of_a_run() -> tuple[RankBytes, int]:
 def test_resident_memory_has_named_parts(ranks: Ranks) -> None:
     for found, most in ranks(2, resident_of_a_run):
         parts = found.resident
-        assert set(parts) == {"files", "started", "shared", "tensors", "other"}
+        assert set(parts) == {"files", "started", "shared", "tensors", "free", "other"}
         assert 0.97 * most <= sum(parts.values()) <= most
         # A half of each weight with its two moments; whole ones lie in shared memory, with sums.
         assert 3 * 8 << 20 <= parts["tensors"] <= found.peak
