@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import meshwright
+from meshwright.comm import fake_world
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import is_host
 from meshwright.composition import Loss, parallelize
@@ -29,7 +30,6 @@ from meshwright.errors import PlanError
 from meshwright.gradients import cut_batch
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.plan import Plan
-from meshwright.torch_internals.distributed import fake_world
 from meshwright.torch_internals.tensors import TorchDispatchMode, memory_of, storage_id
 from meshwright.torch_internals.trees import tree_leaves
 
