@@ -445,6 +445,16 @@ def test_doctor_looks_without_measuring(capsys: pytest.CaptureFixture[str]) -> N
     assert "torch" in capsys.readouterr().out
 
 
+def test_train_rehearses_a_rank(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--rehearse", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "MiB: parameters " in out and "resident" in out
+    assert not config.with_name("run").exists()
+    status, error = told(capsys, "train", str(config), "--rehearse", "2")
+    assert status == 2
+    assert "rank: expected 0 to 1 (replicate = 2), found 2" in error
+
+
 def test_simulate_draws_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "zbv.csv"
     command = ["simulate", "zbv", "--ranks", "2", "--microbatches", "4", "--write", str(file)]

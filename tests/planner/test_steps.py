@@ -35,6 +35,39 @@ def test_a_product_is_bound_by_its_work_or_its_memory() -> None:
     assert kernels.product(8192, 8192, 8192, size=1) < large
 
 
+def test_a_layer_takes_what_its_host_or_its_kernels_take_and_more_where_both_are_as_fast() -> None:
+    def forward(launch: float) -> float:
+        constants = replace(USUAL, launch=launch, uneven=0.25)
+        return Kernels(LLAMA, RunLayout(), H100, OURS, constants).layer(moe=False).forward
+
+    alone = forward(0.0)
+    assert forward(alone / 30) == pytest.approx(1.25 * alone)
+    assert forward(alone / 300) == pytest.approx(alone, rel=1e-3)
+    assert forward(alone / 3) == pytest.approx(10 * alone, rel=1e-3)
+
+
+def test_collectives_hide_behind_a_late_host() -> None:
+    def layer(launch: float, latency: float) -> PassTimes:
+        constants = replace(USUAL, launch=launch, latency=latency, uneven=0.0)
+        layout = RunLayout(tensor=8, sequence=True)
+        return Kernels(LLAMA, layout, H100, OURS, constants).layer(moe=False)
+
+    assert layer(1e-3, 1e-4) == replace(layer(1e-3, 0.0), waiting=layer(1e-3, 1e-4).waiting)
+    found = layer(0.0, 1e-4)
+    assert found.both - layer(0.0, 0.0).both == pytest.approx(8e-4)
+    assert found.waiting < found.both
+
+
+def test_gradients_of_weights_hide_collectives_of_the_backward() -> None:
+    def layer(overlap: bool) -> PassTimes:
+        software = replace(OURS, overlap_back=overlap)
+        return Kernels(LLAMA, RunLayout(tensor=8), H100, software, USUAL).layer(moe=False)
+
+    shown, hidden = layer(False), layer(True)
+    assert hidden.forward == shown.forward
+    assert shown.waiting - hidden.waiting == pytest.approx(min(shown.waiting / 2, shown.weight))
+
+
 def test_a_ring_over_whole_nodes_has_all_their_cards() -> None:
     apart, whole, inside = Group(4, 8, H100), Group(32, 1, H100), Group(8, 1, H100)
     assert (apart.local, apart.nodes) == (1, 4)

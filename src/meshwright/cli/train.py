@@ -70,6 +70,8 @@ class TrainCommand:
     plan: Annotated[Literal["given", "auto"], tyro.conf.arg(metavar="given|auto")] = "given"
     """auto: take the sizes of axes replicate and shard, passes and recomputing that the planner
     finds fastest on this machine, and show what it predicts in the report."""
+    rehearse: Annotated[int, tyro.conf.arg(metavar="RANK")] = -1
+    """Train nothing: print the bytes of a rank, by a step of it without the others."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
     """Short for --run.resume."""
     check_parity: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -99,6 +101,9 @@ class TrainCommand:
         if (axes := config.plan.over(ranks).axes) != config.plan.axes:
             overrides.append(f"axes.dp_shard={axes.size('shard') * axes.size('expert')}")
             config = read_config(self.config, overrides)
+        if self.rehearse >= 0:
+            print(open_task(config).rehearse(self.rehearse))
+            return 0
         if _UNDER_LAUNCHER not in os.environ:
             _check(config, ranks)
         if is_launched() or ranks == 1:

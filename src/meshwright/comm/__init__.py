@@ -39,6 +39,7 @@ from meshwright.comm.process_groups import (
     watch_run,
 )
 from meshwright.comm.streams import Clock, Mark
+from meshwright.torch_internals.distributed import fake_world
 
 __all__ = [
     "Clock",
@@ -55,6 +56,7 @@ __all__ = [
     "communicator",
     "connect",
     "disconnect",
+    "fake_world",
     "gather_timeline",
     "hears_actions",
     "held_boxes",

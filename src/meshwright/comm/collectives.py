@@ -62,6 +62,9 @@ class Communicator:
     _first_tag = 0
     """`CONTROL_TAGS` for a control channel."""
 
+    is_rehearsed = False
+    """True where the other ranks are missing, and with them what they send."""
+
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
     ) -> None:
@@ -82,6 +85,7 @@ class Communicator:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         """The world's number of each rank of this group."""
         self.backend: str = lookup.backend_for(group, device)
+        self.is_rehearsed = self.backend == "fake"
         self.waits_on_host = self.is_on_host or self.backend == "gloo"
         """True where waits are the host's, and not those of a stream of the device."""
         self.name: str = group.group_name

@@ -48,6 +48,7 @@ from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel.style import ExpertParallel
+from meshwright.gradients import call_module
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
@@ -232,7 +233,8 @@ def pipelined(
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # earlier gradients belong to no step
-    layouts, stages = _lay_out(found, mine, plan, cut, experts, peers)
+    entering = _stage_inputs(found, plan, moved, peers) if everyone.is_rehearsed else {}
+    layouts, stages = _lay_out(found, mine, plan, cut, experts, peers, entering)
     ranks = [pipeline.ranks[rank] for rank in holders]
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
@@ -272,8 +274,9 @@ def _lay_out(
     cut: ModelCut,
     experts: Mapping[str, ExpertParallel],
     peers: LayoutCommunicators,
+    entering: Mapping[int, object],
 ) -> tuple[list[DataLayout], list[PipelineStage]]:
-    """Lay the stages that are ``mine`` out over the other axes."""
+    """Lay the stages that are ``mine`` out over the other axes; ``entering``: inputs of stages."""
     layouts: list[DataLayout] = []
     stages: list[PipelineStage] = []
     device, group, count = peers.everyone.device, peers.pipeline.group, len(found.modules)
@@ -287,12 +290,28 @@ def _lay_out(
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         if found.info is None:
-            stage = PipelineStage(module, number, count, device, group=group, ties=found.ties)
+            args = entering.get(number)
+            stage = PipelineStage(module, number, count, device, args, group=group, ties=found.ties)
         else:
             stage = build_stage(module, number, found.info, device, group)
         stages.append(stage)
         compiled(module, plan)
     return layouts, stages
+
+
+def _stage_inputs(
+    found: CutModel, plan: Plan, example: Inputs, peers: LayoutCommunicators
+) -> dict[int, object]:
+    """What stages get of ``example``, one microbatch, where those that send it are missing."""
+    inputs: dict[int, object] = {}
+    if found.info is None:
+        passed: Any = example
+        with torch.no_grad(), autocast_of(plan, peers.everyone.device, keeps_casts=False)():
+            for number, module in enumerate(found.modules):
+                inputs[number] = passed
+                output = call_module(module, passed)
+                passed = output if isinstance(output, tuple) else (output,)
+    return inputs
 
 
 def _checked(

@@ -119,7 +119,7 @@ class ExpertLayer(nn.Module):
         settings = self._meshwright_style
         route = plan_route(indices, settings.experts, settings.site.axis, settings.site.labels.name)
         self._note(route)
-        narrow = indices.to(torch.int16 if settings.experts < 2**15 else torch.int32)
+        narrow = route.indices.to(torch.int16 if settings.experts < 2**15 else torch.int32)
         given = (x, narrow) if weights is None else (x, weights, narrow)
         rows, *scales, slots = moved(route, given, back=False)
         places, experts = pairs_of(route, slots, settings.experts)

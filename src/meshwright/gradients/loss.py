@@ -246,6 +246,8 @@ class LossWindow:
 
         ``beside`` are other numbers that are summed with it, equally many on all ranks.
         """
+        if self._communicator.is_rehearsed and not self._counts[1]:
+            self._counts[1] = 1.0  # the ranks that count are missing
         counts = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
         sums = moved(counts, self._communicator.device)
         for place, more in self._known_late.items():

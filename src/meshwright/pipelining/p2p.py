@@ -176,7 +176,7 @@ class ControlMessage:
     rank: int
     label: str
     pending: Pending
-    buffer: torch.Tensor
+    memory: bytearray
     contents: Contents | None = None
     """None until it is read."""
 
@@ -222,9 +222,10 @@ class ControlMessages:
 
     def expect(self, rank: int, label: str) -> ControlMessage:
         """Post the receive of the next message from ``rank``."""
-        buffer = torch.empty(ROOM, dtype=torch.uint8, device="cpu")
+        memory = bytearray(ROOM)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
         pending = self._control.recv(buffer, rank, tag=self._tags[0], label=label)
-        message = ControlMessage(rank, label, pending, buffer)
+        message = ControlMessage(rank, label, pending, memory)
         self._unread[rank].append(message)
         return message
 
@@ -245,14 +246,15 @@ class ControlMessages:
         while unread and message.contents is None:
             oldest = unread[0]
             oldest.pending.wait(watch=watch)
-            first = bytes(oldest.buffer.numpy())
+            first = oldest.memory
             count = int.from_bytes(first[:_COUNT], "little")
             text = first[_COUNT : _COUNT + count]
             if len(text) < count:
-                rest = torch.empty(count - len(text), dtype=torch.uint8, device="cpu")
+                rest = bytearray(count - len(text))
+                buffer = torch.frombuffer(rest, dtype=torch.uint8)
                 tag, label = self._tags[1], f"rest: {oldest.label}"
-                self._control.recv(rest, oldest.rank, tag=tag, label=label).wait(watch=watch)
-                text += bytes(rest.numpy())
+                self._control.recv(buffer, oldest.rank, tag=tag, label=label).wait(watch=watch)
+                text += rest
             oldest.contents = json.loads(text)
             unread.popleft()
         return message.contents or {}
@@ -753,6 +755,9 @@ class UnansweredTransfers(P2PTransfers):
         if known is not None:
             known.complete.setdefault(stage, True)
         return super()._post_gradients(operation, wait=wait)
+
+    def let_go(self) -> None:
+        self.finish()
 
     def hear(self, count: int, stage: int) -> list[int]:
         return [0] * count

@@ -20,6 +20,7 @@ Bottom-up:
     fitting    constants from answers
     scoring    errors by source
     traced     any module, run once without memory
+    rehearsed  one rank of many, run in one process
     predictions  a step of a traced module, and the best plan
 """
 
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.planner.hardware import Hardware, load_hardware
+    from meshwright.planner.rehearsed import RankBytes, rehearse
     from meshwright.planner.scoring import Score, score
     from meshwright.planner.search import best_layouts
     from meshwright.planner.shapes import ModelShape, model_shape
@@ -47,6 +49,7 @@ _HOME = MappingProxyType(
         "Hardware": "hardware",
         "ModelShape": "shapes",
         "ModelTrace": "traced",
+        "RankBytes": "rehearsed",
         "Score": "scoring",
         "UnitTrace": "traced",
         "best_layouts": "search",
@@ -54,6 +57,7 @@ _HOME = MappingProxyType(
         "model_shape": "shapes",
         "named_model": "traced",
         "recompute_for": "traced",
+        "rehearse": "rehearsed",
         "score": "scoring",
         "trace_model": "traced",
     }
@@ -62,6 +66,7 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "ModelTrace",
+    "RankBytes",
     "Score",
     "UnitTrace",
     "best_layouts",
@@ -69,6 +74,7 @@ __all__ = [
     "model_shape",
     "named_model",
     "recompute_for",
+    "rehearse",
     "score",
     "trace_model",
 ]

@@ -37,8 +37,7 @@ class PassTimes:
             self.waiting + times * other.waiting,
         )
 
-    def __add__(self, other: PassTimes) -> PassTimes:
-        return self.plus(other)
+    __add__ = plus
 
     @property
     def both(self) -> float:
@@ -170,6 +169,8 @@ class Kernels:
         weight += self.moved((6.0 if software.fused_accumulation else 10.0) * parameters)
         weight *= 1 - shape.frozen
         wait_forward, wait_back = self._waits(exchange, core, core_back)
+        if software.overlap_back:
+            wait_back = max(0.0, wait_back - weight)
         again = again_wait = 0.0
         if layout.recompute == "full":
             again, again_wait = forward, wait_forward
@@ -182,13 +183,19 @@ class Kernels:
         # The host launches kernels one by one; in the backward 1.6 for each of the forward.
         passes = 1.6 + (layout.recompute_share if layout.recompute == "full" else 0.0)
         launch = constants.launch * kernels
-        back = max(products + 2 * simple + core_back + again + weight, launch * passes)
+        waits = wait_back + again_wait
+        back = products + 2 * simple + core_back + again + weight + waits
         return PassTimes(
-            max(forward, launch) + wait_forward,
-            back - weight + wait_back + again_wait,
+            self._queued(forward + wait_forward, launch),
+            self._queued(back, launch * passes) - weight,
             weight,
-            wait_forward + wait_back + again_wait,
+            wait_forward + waits,
         )
+
+    def _queued(self, kernels: float, host: float) -> float:
+        """Seconds of kernels that the host launches ahead of them, or is late with."""
+        less, more = sorted((kernels, host))
+        return more * (1 + self.constants.uneven * (less / more) ** 3)
 
     def _waits(self, exchange: float, core: float, core_back: float) -> tuple[float, float]:
         """Seconds of forward and backward in which a layer waits for other ranks."""

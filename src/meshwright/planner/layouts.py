@@ -87,6 +87,8 @@ class Software:
     overlap_data: bool = True
     overlap_tensor: bool = False
     """Products are cut so that their collectives run beside them."""
+    overlap_back: bool = False
+    """Weights' gradients are computed beside the collectives of inputs' gradients."""
     compiled: bool = False
     """Elementwise chains are single kernels."""
     reduce_bytes: int = 4

@@ -78,10 +78,6 @@ class Group:
         """Seconds of a message to the next rank of the group."""
         if self.size < 2:
             return 0.0
-        fast = self.local > 1
-        rate = (
-            self.hardware.intra_gbps * constants.links
-            if fast
-            else (self.hardware.inter_gbps * constants.network)
-        )
-        return constants.latency + size / (rate * 1e9)
+        near = self.hardware.intra_gbps * constants.links
+        far = self.hardware.inter_gbps * constants.network
+        return constants.latency + size / (1e9 * (near if self.local > 1 else far))

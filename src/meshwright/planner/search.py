@@ -48,21 +48,10 @@ OURS = Software(
 """What a training by Meshwright does."""
 
 SCHEDULES = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("zb1p", 1),
-    ("zb2p", 1),
-    ("interleaved1f1b", 2),
-    ("interleaved1f1b", 3),
-    ("interleaved1f1b", 4),
-    ("interleaved1f1b", 6),
-    ("interleaved1f1b", 8),
-    ("loopedbfs", 2),
-    ("loopedbfs", 4),
-    ("zbv", 2),
-    ("dualpipev", 2),
-    ("vhalf", 2),
-    ("vmin", 2),
+    *((name, 1) for name in ("1f1b", "gpipe", "zb1p", "zb2p")),
+    *(("interleaved1f1b", chunks) for chunks in (2, 3, 4, 6, 8)),
+    *(("loopedbfs", chunks) for chunks in (2, 4)),
+    *((name, 2) for name in V_SCHEDULES),
 )
 """Names and chunks of a rank."""
 RECOMPUTE = (("none", 0.0), *(("full", eighth / 8) for eighth in range(1, 9)))

@@ -36,7 +36,7 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         "megatron_sc21": _MEGATRON_2021,
         "korthikanti_2205_05198": _MEGATRON_2022,
-        "vtrain_ground_truth": _DEEPSPEED,
+        "vtrain_ground_truth": replace(_DEEPSPEED, overlap_back=True),
         "bloom_prequel": _DEEPSPEED,
         "zero_bubble_2401_10241": replace(
             _MEGATRON_2022, blocking_transfers=False, workspace_gib=1.0

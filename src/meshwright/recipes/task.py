@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import math
 import sys
 import traceback
 import zlib
@@ -40,6 +41,7 @@ from meshwright.errors import MeshwrightError, PlanError
 from meshwright.gradients.optimizer_list import OptimizerFactory
 from meshwright.integrations import pretrained
 from meshwright.losses import cross_entropy
+from meshwright.planner.rehearsed import RankBytes, rehearse
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.traced import ModelTrace, trace_model
 from meshwright.planner.utilization import StepWork, work_of
@@ -190,15 +192,27 @@ class Task:
         _, targets = data.validation.batch(data.validation_sample(options.validation_windows))
         return unigram_loss(cast(Windows, data.training).data, targets)
 
+    def _batch(self, model: nn.Module, samples: int) -> tuple[Any, Any]:
+        dtype: torch.dtype = getattr(torch, self.config.plan.precision.parameters)
+        items = [index % len(self.data.training) for index in range(samples)]
+        batch = self._reader(model)(self.data.training.batch(items))
+        return to_device(batch, torch.device("cpu"), dtype)
+
+    def rehearse(self, rank: int) -> RankBytes:
+        """Count the bytes of ``rank`` in a step without the others; raises ``PlanError``."""
+        plan, built = self.config.plan, self.build()
+        shares = math.prod(map(plan.axes.size, ("replicate", "shard", "expert")))
+        batch = self._batch(built.model, self.config.data.batch_size // shares)
+        how = {"loss": built.loss, "optimizer": self.optimizer}
+        return rehearse(rank, lambda: built.model, plan, *batch, **how)
+
     def trace(self, samples: int = _EXAMPLES) -> ModelTrace:
         """Run the model and its loss on ``samples`` without memory; raises ``PlanError``."""
         precision, model = self.config.plan.precision, sketch(self.config)
         dtype: torch.dtype = getattr(torch, precision.parameters)
         if dtype != torch.float32:
             model = model.to(dtype)
-        items = [index % len(self.data.training) for index in range(samples)]
-        batch = self._reader(model)(self.data.training.batch(items))
-        inputs, target = to_device(batch, torch.device("cpu"), dtype)
+        inputs, target = self._batch(model, samples)
         return trace_model(
             partial(_emptied, model),
             inputs,

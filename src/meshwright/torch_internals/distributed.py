@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
 from torch._C._distributed_c10d import Work
 
@@ -57,6 +58,7 @@ __all__ = [
     "device_types_of",
     "dtensor_handlers",
     "fake_backend",
+    "fake_world",
     "flatten_mesh",
     "global_tensor_info",
     "graph_operators",
@@ -370,6 +372,22 @@ def number_operations(backend: Any) -> None:  # noqa: ANN401
 def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
     """Make a backend that sends nothing."""
     return bindings.FakeProcessGroup._create_internal(rank, size)
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Be ``rank`` of a world of backend ``fake`` in the block: nobody sends, waits end at once."""
+    why = "runs one rank of many"
+    # DTensors take meshes of the same ranks for equal, whatever their groups are.
+    forget = required("torch.distributed.tensor.debug._clear_sharding_prop_cache", why)
+    store = required("torch.testing._internal.distributed.fake_pg.FakeStore", why)()
+    forget()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ The ranks run with short bounds: a hang is reported within 1 s and a wait ends a
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 
@@ -34,6 +36,7 @@ from support.internals.comm import (
     FailureMonitor,
     hook_frame,
     one_line,
+    own_state,
     registry,
 )
 from support.internals.comm import whereabouts_line_of as line_of
@@ -66,6 +69,23 @@ def test_the_line_of_a_wait_inside_of_python_is_the_users() -> None:
     event.set()
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in <lambda>", found[0])
     assert found[1].startswith(threading.__file__)
+
+
+def test_a_process_that_is_described_keeps_nothing_that_its_frames_held() -> None:
+    """Without the collector of circles: else activations would live on after a long wait."""
+
+    def holding() -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(1)
+        thread = threading.Thread(target=own_state)
+        thread.start()
+        thread.join()
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        assert holding()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_backward_hook_in_a_thread_of_autograd_is_shown() -> None:

@@ -31,8 +31,11 @@ def test_views_of_a_line_stay_valid(nbytes: int) -> None:
         assert half.eq(value).all()
         line.restore()  # it keeps what it holds
         assert line.tensor.eq(value).all()
+        start, empty = line.tensor.data_ptr(), PROCESS.pages.empty_windows
+        assert start not in empty
         line.free()
         assert line.is_free
+        assert (start in empty) == (nbytes >= LARGE)
         line.free()
 
 

@@ -55,30 +55,30 @@ ROOM_LINES: dict[str, int] = {
     "__main__": 8,
     "axes": 159,
     "checkpoint": 5934,
-    "cli": 1044,
-    "comm": 16078,
+    "cli": 1049,
+    "comm": 16094,
     "compiler": 1236,
-    "composition": 5905,
+    "composition": 5924,
     "context_parallel": 2063,
     "data": 432,
     "data_parallel": 16761,
     "doctor": 782,
     "environment": 261,
     "errors": 155,
-    "expert_parallel": 1373,
+    "expert_parallel": 1381,
     "fsdp": 5685,
-    "gradients": 1713,
+    "gradients": 1715,
     "integrations": 1214,
     "launching": 1367,
     "layout": 543,
     "losses": 620,
     "mesh": 7,
-    "pipelining": 8047,
+    "pipelining": 8052,
     "plan": 469,
-    "planner": 3428,
+    "planner": 3698,
     "precision": 79,
     "randomness": 1114,
-    "recipes": 3888,
+    "recipes": 3902,
     "reference": 257,
     "report": 982,
     "sampling": 339,
@@ -88,7 +88,7 @@ ROOM_LINES: dict[str, int] = {
     "testing": 3396,
     "timeline": 242,
     "toml_source": 560,
-    "torch_internals": 1462,
+    "torch_internals": 1480,
     "transfer": 323,
 }
 
@@ -158,7 +158,7 @@ WAYS_ROUND = frozenset({("data_parallel/replicas/traced.py", "meshwright.compile
 # The pure row and what stands on it alone start without torch, so that `plan` and `simulate` do.
 TORCH_FREE = _PURE | {"planner", "report"}
 # Of these rooms, the files that need it, which the others do not import.
-WITH_TORCH = frozenset({"planner/predictions.py", "planner/traced.py"})
+WITH_TORCH = frozenset({"planner/predictions.py", "planner/rehearsed.py", "planner/traced.py"})
 
 # Where communication may be touched: every other room goes through a Communicator. A simulated
 # device is a backend of c10d.

@@ -21,6 +21,7 @@ __getattr__ = names_inside(
         "meshwright.planner.predictions": "best_plan, predict",
         "meshwright.planner.published": "published_runs",
         "meshwright.planner.recompute": "RecomputeOption, choose, peak_of",
+        "meshwright.planner.rehearsed": "rank_bytes",
         "meshwright.planner.scoring": "ranking",
         "meshwright.planner.search": "OURS, families, neighbors",
         "meshwright.planner.shapes": "from_config",

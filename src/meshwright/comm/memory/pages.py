@@ -112,6 +112,8 @@ class PagePool:
         self._free: deque[_Extent] = deque()
         """At home, those that came last at the right end."""
         self._windows = 0
+        self.empty_windows: set[int] = set()
+        """Where windows without pages begin."""
         self._is_moving = False
         """True while `fill` or `empty` runs, within which the collector closes no window."""
         self._to_close: list[Window] = []
@@ -132,6 +134,7 @@ class PagePool:
             size = -(-nbytes // BLOCK) * BLOCK
             window = Window(kernel.reserve(size, _NOTHING), size)
             self._windows += 1
+            self.empty_windows.add(window.start)
             return window
 
     def close(self, window: Window) -> None:
@@ -197,6 +200,7 @@ class PagePool:
             at += extent.nbytes
         self._free.extend(window.extents)
         window.extents.clear()
+        self.empty_windows.add(window.start)
         # The addresses stay mapped: unsealed, they would read as zeros.
         kernel.seal(window.start, window.nbytes)
         self._trim(now - KEPT_SECONDS)
@@ -212,6 +216,7 @@ class PagePool:
                 raise
             window.extents.append(extent)
             at += extent.nbytes
+        self.empty_windows.discard(window.start)
 
     def _close_waiting(self) -> None:
         while self._to_close:
@@ -225,6 +230,7 @@ class PagePool:
         if window.extents:
             self._take_home(window)
         self._ready().give_back(window.start, window.nbytes)
+        self.empty_windows.discard(window.start)
         self._windows -= 1
         if not self._windows:
             self._trim(float("inf"))
