@@ -80,7 +80,7 @@ class PlanCommand:
         if ":" in self.model:
             shape, trace = planner.named_model(self.model, self.seq)
             about = {
-                "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
+                "blocks": trace.blocks or ("*",),
                 "recomputing": find_spec("scipy")
                 and partial(planner.recompute_for, trace, hardware),
             }
