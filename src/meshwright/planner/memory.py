@@ -15,7 +15,6 @@ from meshwright.planner.layouts import (
     rank_layers,
     rank_parameters,
     rank_stages,
-    stage_layers,
 )
 from meshwright.planner.shapes import ModelShape
 
@@ -158,9 +157,6 @@ def rank_memory(
     found = states(shape, layout, software, dense, expert)
     own = rank_stages(layout, rank)
     share = layout.recompute_share if layout.recompute != "none" else 0.0
-    if layout.recompute == "full" and layout.vocabulary == "last":
-        sizes = stage_layers(shape, layout)
-        share = sum(layout.recomputed(sizes[s]) for s in own) / (layers_dense + layers_moe)
     flying = layout.extra_flights + (
         flights(layout.schedule, p, layout.chunks, layout.microbatches, rank) / layout.chunks
     )

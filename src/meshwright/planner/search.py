@@ -123,7 +123,7 @@ def best_layouts(
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
     constants = constants or hardware.constants
-    searcher = _Searcher(shape, hardware, software, constants, capacity, batch)
+    searcher = Searcher(shape, hardware, software, constants, capacity, batch)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
     for family in families(shape, gpus, batch):
@@ -175,7 +175,7 @@ class _PipelineEnd(NamedTuple):
     expert: float
 
 
-class _Searcher:
+class Searcher:
     """Estimates, with what several layouts share computed once."""
 
     def __init__(
@@ -333,8 +333,8 @@ class _Searcher:
 
 
 def _shares(layers: int) -> tuple[float, ...]:
-    """Shares of so many layers, whole layers, in eighths where there are as many."""
-    return 0.0, *dict.fromkeys(math.ceil(layers * n / 8) / layers for n in range(1, 9))
+    """Shares of so many layers, whole layers, in twelfths where there are as many."""
+    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13))
 
 
 def neighbors(
@@ -345,7 +345,7 @@ def neighbors(
     if best is None:
         return []
     lines = []
-    for what, layout in _changes(best.layout, shape, batch):
+    for what, layout in changes(best.layout, shape, batch):
         memory = rank_memory(shape, layout, software)
         needs = memory.total * (1 + software.fragments) / GIB
         if needs > USABLE * hardware.memory_gib:
@@ -366,7 +366,7 @@ def neighbors(
     return lines
 
 
-def _changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
+def changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
     """Layouts with one degree doubled or halved, and its data ranks made to suit."""
     names = ("tensor", "pipeline", "context", "expert", "shard")
     known = list(families(shape, best.gpus, batch))
