@@ -220,9 +220,11 @@ class Searcher:
         if floor > self._capacity:
             self._spoil(floor, family, (micros[0], 1.0, *names[0]))
             return
-        bend = self._ends(replace(family, schedule="zbv", chunks=2)) if p > 1 else loop
+        ends = {s: self._ends(replace(family, schedule=s[0], chunks=s[1])) for s in names}
         kernels = Kernels(shape, family, self._hardware, software, self._constants)
         travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
+        kept = max(family.kept(end.dense, end.expert) for end in loop)
+        rest = kernels.moved(self._constants.optimizer * kept)
         sharded = shard_seconds(kernels) if p == 1 and family.is_fully_sharded else None
         for micro in micros:
             count = each // micro
@@ -232,16 +234,16 @@ class Searcher:
             logits = software.logits_bytes * tokens * shape.vocab
             logits /= 1 if software.whole_logits else family.tensor
             embed = 2.0 * tokens * shape.hidden * min(count, p) if p > 1 else 0.0
-            made: dict[tuple[float, bool], tuple[PassTimes, float, float, PassTimes, float]] = {}
+            made: dict[tuple[float, object], tuple[PassTimes, float, float, PassTimes, float]] = {}
             for name, chunks in names:
                 if not is_built(name, p, count):
                     continue
-                is_bent = name in V_SCHEDULES
-                first, last = bend if is_bent else loop
+                first, last = ends[name, chunks]
+                is_first = name in V_SCHEDULES  # it has the output layer, too
                 flying = flights(name, p, chunks, count, 0) / chunks
                 landing = flights(name, p, chunks, count, p - 1) / chunks
                 for share in shares[p * chunks]:
-                    key = share, is_bent
+                    key = share, (first.layers, last.layers)
                     if key not in made:
                         made[key] = (
                             *self._rank(family, micro, share, first.layers),
@@ -249,15 +251,18 @@ class Searcher:
                         )
                     work, kept, live, last_work, last_kept = made[key]
                     memory = live + max(
-                        first.states + kept * flying + embed,
-                        last.states + last_kept * landing + logits,
+                        first.states + kept * flying + embed + is_first * logits,
+                        last.states + last_kept * landing + (not is_first) * logits,
                     )
                     choice = micro, share, name, chunks
                     if memory > self._capacity:
                         self._spoil(memory, family, choice)
                         continue
                     self.fitting += 1
-                    slowest = max(work.both, last_work.both + head.both)
+                    slowest = max(
+                        work.both + is_first * head.both,
+                        last_work.both + (not is_first) * head.both,
+                    )
                     if p == 1:
                         forward = work.forward + head.forward
                         back = slowest - forward
@@ -269,7 +274,7 @@ class Searcher:
                         fill = (p - 1 / chunks) * drain(name, chunks, work)
                         fill += count * longer(name, work) / 2
                     wait = exposed(kernels, travel, slowest)
-                    yield count * slowest + fill + wait, memory, choice
+                    yield count * slowest + fill + wait + rest, memory, choice
 
     def _spoil(self, memory: float, family: RunLayout, choice: Choice) -> None:
         """Remember the layout that comes closest to fitting."""

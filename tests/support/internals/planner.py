@@ -28,6 +28,6 @@ __getattr__ = names_inside(
         "meshwright.planner.shapes": "from_config",
         "meshwright.planner.traced": "recompute_options",
         "meshwright.planner.utilization": "StepWork, work_of",
-        "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
+        "meshwright.planner.steps": "data_seconds, is_built, makespan, replayed, step_time",
     }
 )
