@@ -263,17 +263,19 @@ class Searcher:
                         work.both + is_first * head.both,
                         last_work.both + (not is_first) * head.both,
                     )
+                    free, fill = slowest, 0.0
                     if p == 1:
                         forward = work.forward + head.forward
                         back = slowest - forward
                         if sharded:
+                            free -= sharded[0] + sharded[1]
                             forward = beside(forward, sharded[0], self._constants) + sharded[2]
                             back = beside(back, sharded[1], self._constants)
-                        slowest, fill = forward + back, 0.0
+                        slowest = forward + back
                     else:
                         fill = (p - 1 / chunks) * drain(name, chunks, work)
                         fill += count * longer(name, work) / 2
-                    wait = exposed(kernels, travel, slowest)
+                    wait = exposed(kernels, travel, free)
                     yield count * slowest + fill + wait + rest, memory, choice
 
     def _spoil(self, memory: float, family: RunLayout, choice: Choice) -> None:

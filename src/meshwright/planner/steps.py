@@ -183,10 +183,13 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
 
 
 def exposed(kernels: Kernels, seconds: float, busy: float) -> float:
-    """What a step waits for, of ``seconds`` that may travel beside a microbatch of ``busy``."""
+    """What a step waits for, of ``seconds`` that may travel beside ``busy`` of a microbatch.
+
+    Gathers of weights have used the network for the rest of it.
+    """
     if not kernels.software.overlap_data:
         return seconds
-    return max(seconds - kernels.constants.data_overlap * busy, 0.15 * seconds)
+    return max(seconds - kernels.constants.data_overlap * max(0.0, busy), 0.15 * seconds)
 
 
 def step_time(
@@ -202,12 +205,13 @@ def step_time(
     kernels = Kernels(shape, layout, hardware, software, constants)
     stages = stage_times(kernels)
     p, m = layout.pipeline, layout.microbatches
-    sharded = 0.0
+    sharded = gathers = 0.0
     if layout.is_fully_sharded and layout.sharers > 1 and p == 1:
         to_forward, to_back, ends = shard_seconds(kernels)
         forward, back = stages[0].forward, stages[0].input + stages[0].weight
         shown = beside(forward, to_forward, constants) + beside(back, to_back, constants)
         sharded = m * (shown + ends - forward - back)
+        gathers = to_forward + to_back
     size = 2.0 * kernels.tokens * shape.hidden
     if layout.sequence or software.split_transfers:
         size /= layout.tensor
@@ -223,9 +227,8 @@ def step_time(
     dense, expert = max(
         (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
     )
-    reduce = exposed(
-        kernels, data_seconds(kernels, dense, expert), max(rank.both for rank in ranks)
-    )
+    free = max(rank.both for rank in ranks) - gathers
+    reduce = exposed(kernels, data_seconds(kernels, dense, expert), free)
     optimizer = kernels.moved(constants.optimizer * layout.kept(dense, expert))
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
