@@ -24,6 +24,7 @@ from meshwright.planner.recompute import RecomputePolicy
 from meshwright.planner.search import Candidate, Found, best_layouts, neighbors
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.software import OURS
+from meshwright.planner.steps import StepTime, step_time
 from meshwright.precision import Precision
 
 BAND = (0.8, 1.35)
@@ -93,7 +94,15 @@ def answer(
         room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
         policy = recomputing(best.layout.tokens(shape), room)
         plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
+        best = _chosen(
+            best,
+            policy,
+            step_time(
+                shape, replace(best.layout, recompute="none"), hardware, OURS, hardware.constants
+            ),
+        )
     toml = plan.to_toml()
+    held = {**best.memory.parts, "fragments": OURS.fragments * best.memory.total}
     seconds, work, peak = best.time.total, best.time.work, hardware.peak()
     lines = [
         f"# {shape.name}, {shape.parameters / 1e9:.3g} billion parameters, on {gpus} "
@@ -103,11 +112,11 @@ def answer(
         f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {work.mfu(seconds, peak):.1%}, "
         f"HFU {work.hfu(seconds, peak):.1%}",
         "# time: " + _parts(best.time.parts, 1.0, "s"),
-        f"# memory of rank {best.memory.rank} of axis pipeline: {best.memory.total / GIB:.1f} GiB: "
-        + _parts(best.memory.parts, GIB, "GiB"),
+        f"# memory of rank {best.memory.rank} of axis pipeline: "
+        f"{_of(best.memory.total, hardware)}: {_parts(held, GIB, 'GiB')}",
         *(
             f"# recompute: {policy.seconds:.3g} s a microbatch, within {policy.gap:.1%} of the "
-            f"least; activations {policy.peak / GIB:.1f} GiB"
+            f"least"
             for policy in ([policy] if policy else [])
         ),
         toml,
@@ -119,6 +128,16 @@ def answer(
     least = found.pareto[-1]
     fit_lines = [f"fits: {found.fitting:,} of {found.considered:,} layouts", _line(least, hardware)]
     return Answer(lines, fit_lines, toml)
+
+
+def _chosen(best: Candidate, policy: RecomputePolicy, kept: StepTime) -> Candidate:
+    """The best with what ``policy`` recomputes instead of whole layers; ``kept``: with nothing."""
+    added = best.layout.microbatches * policy.seconds
+    share = added / max(added, best.time.total - kept.total)
+    parts = {**kept.parts, "compute": kept.parts["compute"] + added}
+    work = replace(kept.work, again=share * best.time.work.again)
+    memory = replace(best.memory, parts={**best.memory.parts, "activations": float(policy.peak)})
+    return Candidate(best.layout, memory, StepTime(kept.total + added, parts, work))
 
 
 def _nothing(found: Found, hardware: Hardware, gpus: int, batch: int) -> str:

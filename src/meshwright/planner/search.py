@@ -374,49 +374,36 @@ def neighbors(
 
 
 def changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
-    """Layouts with one degree doubled or halved, and its data ranks made to suit."""
-    names = ("tensor", "pipeline", "context", "expert", "shard")
-    known = list(families(shape, best.gpus, batch))
-    for name, new in ((n, size) for n in names for size in _near(best.axes.get(n, 1))):
-        wanted = {n: best.axes.get(n, 1) for n in names} | {name: new}
-        shard = wanted.pop("shard")
-        close = [f for f in known if all(f.axes.get(n, 1) == wanted[n] for n in wanted)]
+    """Proposed layouts with one degree doubled or halved, and axis shard made to suit."""
+    known = [(family.axes, family) for family in families(shape, best.gpus, batch)]
+    own = {n: best.axes.get(n, 1) for n in ("tensor", "pipeline", "context", "expert", "shard")}
+    degrees = {**own, "micro": best.micro}
+    for name, new in ((n, each) for n, d in degrees.items() for each in (2 * d, d / 2)):
+        wanted = {**degrees, name: new}
+        micro, shard = wanted.pop("micro"), wanted.pop("shard")
+        close = [f for axes, f in known if all(axes.get(n, 1) == wanted[n] for n in wanted)]
         exact = [f for f in close if f.axes.get("shard", 1) == shard]
         found = exact if name == "shard" else exact or close
-        for family in sorted(found, key=lambda f: (f.shard, f.zero == best.zero))[-1:]:
-            changed = _resized(shape, family, best, best.micro, batch)
-            if changed is not None and changed.stages <= shape.layers:
-                yield f"{name} = {new}", changed
-    for micro in _near(best.micro):
-        changed = _resized(shape, best, best, micro, batch)
-        if changed is not None:
-            yield f"micro = {micro}", changed
+        family = max(found, key=lambda f: (f.shard, f.zero == best.zero), default=None)
+        if family is None or batch % (family.data * micro) or micro < 1:
+            continue
+        is_flat, count = family.pipeline == 1, int(batch // (family.data * micro))
+        schedule, chunks = ("1f1b", 1) if is_flat else (best.schedule, best.chunks)
+        layers = shape.layers / (family.pipeline * chunks)
+        if layers < 1 or not (is_flat or is_built(schedule, family.pipeline, count)):
+            continue
+        layers = math.ceil(layers)
+        changed = replace(
+            family,
+            micro=int(micro),
+            microbatches=count,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=best.recompute,
+            recompute_share=math.ceil(best.recompute_share * layers - 1e-9) / layers,
+        )
+        yield f"{name} = {new:g}", changed
     if best.recompute == "none":
         yield "recompute", replace(best, recompute="full", recompute_share=1.0)
     else:
         yield "no recompute", replace(best, recompute="none", recompute_share=0.0)
-
-
-def _near(size: int) -> list[int]:
-    return [2 * size, *([size // 2] if size % 2 == 0 else [])]
-
-
-def _resized(
-    shape: ModelShape, family: RunLayout, best: RunLayout, micro: int, batch: int
-) -> RunLayout | None:
-    """A family with the other settings of ``best``; None where no plan has them."""
-    count, rest = divmod(batch, family.data * micro)
-    is_flat = family.pipeline == 1
-    schedule, chunks = ("1f1b", 1) if is_flat else (best.schedule, best.chunks)
-    layers = math.ceil(shape.layers / (family.pipeline * chunks))
-    if rest or not (is_flat or is_built(schedule, family.pipeline, count)):
-        return None
-    return replace(
-        family,
-        micro=micro,
-        microbatches=count,
-        schedule=schedule,
-        chunks=chunks,
-        recompute=best.recompute,
-        recompute_share=math.ceil(best.recompute_share * layers - 1e-9) / layers,
-    )
