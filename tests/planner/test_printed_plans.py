@@ -25,6 +25,7 @@ from support.internals.planner import (
     OURS,
     RunLayout,
     Searcher,
+    Software,
     changes,
     families,
     from_config,
@@ -33,6 +34,7 @@ from support.internals.planner import (
 )
 
 H100 = load_hardware("h100")
+TRACED = replace(OURS, traced_stages=True)
 LAYERS, RANKS, BATCH = 9, 8, 8
 KINDS = {
     "Llama": {"num_hidden_layers": LAYERS},
@@ -48,9 +50,9 @@ def model_and_shape(kind: str) -> tuple[Any, ModelShape]:
     return model, from_config(json.loads(model.config.to_json_string()), 64)
 
 
-def proposed(shape: ModelShape) -> Iterator[RunLayout]:
+def proposed(shape: ModelShape, software: Software = TRACED) -> Iterator[RunLayout]:
     """All layouts of 8 ranks."""
-    searcher = Searcher(shape, H100, OURS, H100.constants, 1e18, BATCH)
+    searcher = Searcher(shape, H100, software, H100.constants, 1e18, BATCH)
     for family in families(shape, RANKS, BATCH):
         for _, _, choice in searcher.estimates(family):
             yield searcher.layout(family, *choice)
@@ -100,6 +102,7 @@ def test_a_plan_is_the_layout_that_was_predicted_and_can_be_run(kind: str) -> No
     for layout in proposed(shape):
         plan = to_plan(layout, shape)
         assert run_of(plan, blocks) == layout
+        assert layout.pipeline == 1 or not plan.train.recompute  # which assembly.py refuses
         for key in (tuple(layout.axes.items()), (layout.schedule, layout.stages)):
             if key not in checked:
                 assert Plan.from_toml(plan.to_toml()) == plan
@@ -111,13 +114,22 @@ def test_a_plan_is_the_layout_that_was_predicted_and_can_be_run(kind: str) -> No
     )
 
 
+def test_stages_of_a_chain_recompute_equally_many_layers() -> None:
+    shape = model_and_shape("Llama")[1]
+    blocks = [f"model.layers.{index}" for index in range(LAYERS)]
+    again = [layout for layout in proposed(shape, OURS) if layout.recompute != "none"]
+    assert {layout.stages for layout in again} > {1, 2, 4, 8}
+    assert all(run_of(to_plan(layout, shape), blocks) == layout for layout in again)
+
+
 def test_neighbors_are_layouts_that_the_search_proposes() -> None:
     shape = model_and_shape("Mixtral")[1]
-    known = set(proposed(shape))
-    for best in list(known)[::97]:
-        found = dict(changes(best, shape, BATCH))
-        assert found
-        assert set(found.values()) <= known, set(found.values()) - known
+    for software in (OURS, TRACED):
+        known = set(proposed(shape, software))
+        for best in [*known][::97]:
+            found = dict(changes(best, shape, BATCH, software))
+            assert found
+            assert set(found.values()) <= known, set(found.values()) - known
 
 
 def test_rules_of_axis_tensor_are_sets_of_ours_or_the_models_own() -> None:

@@ -135,6 +135,8 @@ class Software:
     """Of one logit at the peak: a 16-bit one, its fp32 copy, and its fp32 gradient."""
     whole_logits: bool = False
     """Each rank of axis tensor gathers all logits."""
+    traced_stages: bool = False
+    """Stages of a pipeline are graphs without modules that could recompute."""
     eager: bool = False
     """Gates and rotations are operators of their own, and keep their results."""
     gradient_bytes: int = 4

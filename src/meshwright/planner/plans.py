@@ -18,7 +18,7 @@ from meshwright.plan import (
     TrainPlan,
 )
 from meshwright.planner.hardware import Hardware
-from meshwright.planner.layouts import LAYER_LISTS, RunLayout, stage_layers, tensor_rules
+from meshwright.planner.layouts import LAYER_LISTS, RunLayout, Software, stage_layers, tensor_rules
 from meshwright.planner.memory import GIB, USABLE
 from meshwright.planner.recompute import RecomputePolicy
 from meshwright.planner.search import Candidate, Found, best_layouts, neighbors
@@ -73,6 +73,7 @@ def answer(
     batch: int = 0,
     *,
     blocks: Sequence[str] = (),
+    software: Software = OURS,
     recomputing: Callable[[int, float], RecomputePolicy] | None = None,
 ) -> Answer:
     """Search the layouts and put the result into words.
@@ -83,7 +84,7 @@ def answer(
     if not batch:
         batch = max(1, 2**22 // shape.seq)
         batch -= batch % gpus if batch > gpus else 0
-    found = best_layouts(shape, gpus, hardware, batch=batch)
+    found = best_layouts(shape, gpus, hardware, batch=batch, software=software)
     if found.best is None:
         lines = [_nothing(found, hardware, gpus, batch)]
         return Answer(lines, lines, "")
@@ -123,7 +124,7 @@ def answer(
         "# fastest for its memory:",
         *(f"#   {_line(candidate, hardware)}" for candidate in found.pareto),
         "# neighbors:",
-        *(f"#   {line}" for line in neighbors(found, shape, hardware, batch)),
+        *(f"#   {line}" for line in neighbors(found, shape, hardware, batch, software)),
     ]
     least = found.pareto[-1]
     fit_lines = [f"fits: {found.fitting:,} of {found.considered:,} layouts", _line(least, hardware)]

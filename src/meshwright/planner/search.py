@@ -209,16 +209,16 @@ class Searcher:
         each = self._batch // family.data
         micros = [micro for micro in (1, 2, 4, 8, 16) if each % micro == 0]
         names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
-        # Each stage recomputes so many of its layers.
+        is_traced = software.traced_stages and p > 1
         shares = {
-            stages: _shares(math.ceil(shape.layers / stages))
+            stages: _shares(0 if is_traced else math.ceil(shape.layers / stages))
             for stages in {p * s[1] for s in names}
         }
         self.considered += len(micros) * sum(len(shares[p * chunks]) for _, chunks in names)
         loop = self._ends(family)
         floor = max(end.states for end in loop)
         if floor > self._capacity:
-            self._spoil(floor, family, (micros[0], 1.0, *names[0]))
+            self._spoil(floor, family, (micros[0], float(not is_traced), *names[0]))
             return
         ends = {s: self._ends(replace(family, schedule=s[0], chunks=s[1])) for s in names}
         kernels = Kernels(shape, family, self._hardware, software, self._constants)
@@ -340,8 +340,8 @@ class Searcher:
 
 
 def _shares(layers: int) -> tuple[float, ...]:
-    """Shares of so many layers, whole layers, in twelfths where there are as many."""
-    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13))
+    """Shares of a stage's layers: so many of them, in twelfths where there are as many."""
+    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13) if layers)
 
 
 def neighbors(
@@ -352,7 +352,7 @@ def neighbors(
     if best is None:
         return []
     lines = []
-    for what, layout in changes(best.layout, shape, batch):
+    for what, layout in changes(best.layout, shape, batch, software):
         memory = rank_memory(shape, layout, software)
         needs = memory.total * (1 + software.fragments) / GIB
         if needs > USABLE * hardware.memory_gib:
@@ -373,7 +373,9 @@ def neighbors(
     return lines
 
 
-def changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
+def changes(
+    best: RunLayout, shape: ModelShape, batch: int, software: Software
+) -> Iterator[tuple[str, RunLayout]]:
     """Proposed layouts with one degree doubled or halved, and axis shard made to suit."""
     known = [(family.axes, family) for family in families(shape, best.gpus, batch)]
     own = {n: best.axes.get(n, 1) for n in ("tensor", "pipeline", "context", "expert", "shard")}
@@ -402,7 +404,10 @@ def changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[st
             recompute=best.recompute,
             recompute_share=math.ceil(best.recompute_share * layers - 1e-9) / layers,
         )
-        yield f"{name} = {new:g}", changed
+        if is_flat or changed.recompute == "none" or not software.traced_stages:
+            yield f"{name} = {new:g}", changed
+    if best.pipeline > 1 and software.traced_stages:
+        return
     if best.recompute == "none":
         yield "recompute", replace(best, recompute="full", recompute_share=1.0)
     else:
