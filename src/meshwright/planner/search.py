@@ -211,7 +211,7 @@ class Searcher:
         names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
         is_traced = software.traced_stages and p > 1
         shares = {
-            stages: _shares(0 if is_traced else math.ceil(shape.layers / stages))
+            stages: _shares(math.ceil(shape.layers / stages))
             for stages in {p * s[1] for s in names}
         }
         self.considered += len(micros) * sum(len(shares[p * chunks]) for _, chunks in names)
@@ -242,7 +242,7 @@ class Searcher:
                 is_first = name in V_SCHEDULES  # it has the output layer, too
                 flying = flights(name, p, chunks, count, 0) / chunks
                 landing = flights(name, p, chunks, count, p - 1) / chunks
-                for share in shares[p * chunks]:
+                for share in shares[p * chunks][: 1 if is_traced else None]:
                     key = share, (first.layers, last.layers)
                     if key not in made:
                         made[key] = (
@@ -341,7 +341,7 @@ class Searcher:
 
 def _shares(layers: int) -> tuple[float, ...]:
     """Shares of a stage's layers: so many of them, in twelfths where there are as many."""
-    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13) if layers)
+    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13))
 
 
 def neighbors(

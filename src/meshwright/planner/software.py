@@ -1,4 +1,4 @@
-"""Which programs published runs were made with, and what these do: facts of their releases."""
+"""What ours does, and the programs of published runs: facts of their releases."""
 
 from __future__ import annotations
 
