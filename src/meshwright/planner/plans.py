@@ -95,13 +95,7 @@ def answer(
         room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
         policy = recomputing(best.layout.tokens(shape), room)
         plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
-        best = _chosen(
-            best,
-            policy,
-            step_time(
-                shape, replace(best.layout, recompute="none"), hardware, OURS, hardware.constants
-            ),
-        )
+        best = _chosen(best, policy, shape, hardware)
     toml = plan.to_toml()
     held = {**best.memory.parts, "fragments": OURS.fragments * best.memory.total}
     seconds, work, peak = best.time.total, best.time.work, hardware.peak()
@@ -131,8 +125,12 @@ def answer(
     return Answer(lines, fit_lines, toml)
 
 
-def _chosen(best: Candidate, policy: RecomputePolicy, kept: StepTime) -> Candidate:
-    """The best with what ``policy`` recomputes instead of whole layers; ``kept``: with nothing."""
+def _chosen(
+    best: Candidate, policy: RecomputePolicy, shape: ModelShape, hardware: Hardware
+) -> Candidate:
+    """The best, with what ``policy`` recomputes instead of whole layers."""
+    plain = replace(best.layout, recompute="none")
+    kept = step_time(shape, plain, hardware, OURS, hardware.constants)
     added = best.layout.microbatches * policy.seconds
     share = added / max(added, best.time.total - kept.total)
     parts = {**kept.parts, "compute": kept.parts["compute"] + added}

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.constants import Constants
@@ -210,11 +211,8 @@ class Searcher:
         micros = [micro for micro in (1, 2, 4, 8, 16) if each % micro == 0]
         names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
         is_traced = software.traced_stages and p > 1
-        shares = {
-            stages: _shares(math.ceil(shape.layers / stages))
-            for stages in {p * s[1] for s in names}
-        }
-        self.considered += len(micros) * sum(len(shares[p * chunks]) for _, chunks in names)
+        counts = [len(_shares(shape.layers, p * chunks)) for _, chunks in names]
+        self.considered += len(micros) * sum(counts)
         loop = self._ends(family)
         floor = max(end.states for end in loop)
         if floor > self._capacity:
@@ -242,7 +240,7 @@ class Searcher:
                 is_first = name in V_SCHEDULES  # it has the output layer, too
                 flying = flights(name, p, chunks, count, 0) / chunks
                 landing = flights(name, p, chunks, count, p - 1) / chunks
-                for share in shares[p * chunks][: 1 if is_traced else None]:
+                for share in _shares(shape.layers, p * chunks)[: 1 if is_traced else None]:
                     key = share, (first.layers, last.layers)
                     if key not in made:
                         made[key] = (
@@ -339,9 +337,11 @@ class Searcher:
         return self._layers[key]
 
 
-def _shares(layers: int) -> tuple[float, ...]:
-    """Shares of a stage's layers: so many of them, in twelfths where there are as many."""
-    return 0.0, *dict.fromkeys(math.ceil(layers * n / 12) / layers for n in range(1, 13))
+@cache
+def _shares(layers: int, stages: int) -> tuple[float, ...]:
+    """Shares of the layers of a stage: whole ones, and twelfths where there are as many."""
+    most = math.ceil(layers / stages)
+    return 0.0, *dict.fromkeys(math.ceil(most * n / 12) / most for n in range(1, 13))
 
 
 def neighbors(
