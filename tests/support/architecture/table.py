@@ -75,7 +75,7 @@ ROOM_LINES: dict[str, int] = {
     "mesh": 7,
     "pipelining": 8047,
     "plan": 469,
-    "planner": 3471,
+    "planner": 3469,
     "precision": 79,
     "randomness": 1114,
     "recipes": 3888,
