@@ -70,6 +70,8 @@ def test_parameters_of_ranks_sum_to_those_of_the_model() -> None:
         ("1f1b", 1, 4),
         ("interleaved1f1b", 2, 8),
         ("interleaved1f1b", 3, 4),
+        ("interleaved1f1b", 2, 7),
+        ("interleaved1f1b", 8, 7),
         ("loopedbfs", 2, 8),
         ("zb1p", 1, 8),
         ("zbv", 2, 12),

@@ -18,6 +18,7 @@ from support.internals.planner import (
     USABLE,
     Constants,
     RunLayout,
+    Searcher,
     answer,
     families,
     neighbors,
@@ -46,7 +47,6 @@ def test_no_layout_that_fits_is_faster() -> None:
                 shard=shard,
                 zero=zero,
                 tensor=tensor,
-                sequence=tensor > 1,
                 pipeline=pipeline,
                 micro=micro,
                 microbatches=64 // (data * micro),
@@ -69,7 +69,9 @@ def test_each_of_the_pareto_set_takes_longer_and_needs_less() -> None:
 def test_neighbors_say_what_is_wrong_with_them() -> None:
     found = best_layouts(LARGE, 1024, H100, batch=512)
     lines = neighbors(found, LARGE, H100, 512)
-    assert any("of 80 GiB" in line for line in lines)
+    assert any("of 75.2 usable GiB" in line for line in lines)
+    found = best_layouts(SMALL, 8, H100, batch=64)
+    lines = neighbors(found, SMALL, H100, 64)
     assert any("%, " in line and " s" in line for line in lines)
 
 
@@ -77,18 +79,35 @@ def test_where_nothing_fits_the_category_is_named() -> None:
     found = answer(LARGE, 8, H100, 64)
     assert found.toml == ""
     assert "nothing fits" in found.lines[0]
-    assert "of 80 GiB" in found.lines[0]
+    assert "of 75.2 usable GiB" in found.lines[0]
     assert any(name in found.lines[0] for name in ("weights", "optimizer", "gradients", "units"))
     odd = answer(SMALL, 17, H100, 64)
     assert "divides" in odd.lines[0]
+    assert "2040 sequences" in answer(SMALL, 12, H100).lines[0]  # of 2,048, by 12 GPUs
 
 
 def test_layouts_a_little_too_large_do_not_fit() -> None:
-    found = best_layouts(SMALL, 8, replace(H100, memory_gib=4.0), batch=64)
-    less = 0.99 * found.pareto[-1].memory.total / GIB * (1 + OURS.fragments) / USABLE
+    found = best_layouts(SMALL, 8, replace(H100, memory_gib=6.0), batch=64)
+    less = 0.96 * found.pareto[-1].memory.total / GIB * (1 + OURS.fragments) / USABLE
     nearly = best_layouts(SMALL, 8, replace(H100, memory_gib=less), batch=64)
     assert found.fitting > 0
     assert (nearly.best, nearly.fitting) == (None, 0)
+
+
+def test_what_fits_by_the_estimate_fits_in_full() -> None:
+    """Also where the first layers have no experts, and are smaller."""
+    mixture = ModelShape(
+        layers=8, hidden=1024, heads=8, ffn=4096, vocab=128_000, seq=2048,
+        experts=8, topk=2, moe_ffn=2048, dense_layers=3,
+    )  # fmt: skip
+    searcher = Searcher(mixture, H100, OURS, H100.constants, 1e18, 16)
+    for family in families(mixture, 4, 16):
+        for seconds, memory, choice in searcher.estimates(family):
+            full = searcher.candidate(searcher.layout(family, *choice))
+            assert memory == pytest.approx(full.memory.total, rel=0.005), full.layout
+            counted = full.time.total - full.time.parts["other"]
+            uneven = 0.25 if full.layout.schedule == "vmin" else 0.07
+            assert seconds == pytest.approx(counted, rel=uneven), full.layout
 
 
 def test_the_answer_is_a_plan() -> None:
@@ -99,15 +118,18 @@ def test_the_answer_is_a_plan() -> None:
 
 def test_degrees_of_a_layout_are_axes_of_its_plan() -> None:
     layout = RunLayout(
-        replicate=4, shard=2, zero=3, tensor=2, pipeline=2, expert=8, microbatches=4,
+        shard=16, zero=3, tensor=2, pipeline=2, expert=8, microbatches=4,
         recompute="full", recompute_share=1.0,
     )  # fmt: skip
     plan = to_plan(layout, SMALL)
-    assert plan.axes.mapping() == {"pipeline": 2, "expert": 8, "tensor": 2}
+    assert plan.axes.mapping() == {"pipeline": 2, "shard": 2, "expert": 8, "tensor": 2}
     assert plan.axes.world_size == layout.gpus
     assert plan.pipeline.microbatches == 4
     assert plan.train.recompute == ("model.layers.*",)
-    assert to_plan(replace(layout, expert=1, zero=2), SMALL).shard.reshard_after_forward is False
+    assert plan.pipeline.split == ("model.layers.8",)
+    assert to_plan(replace(layout, zero=2), SMALL).shard.reshard_after_forward is False
+    quarter = to_plan(replace(layout, recompute_share=0.25), SMALL, [str(n) for n in range(16)])
+    assert quarter.train.recompute == ("0", "1", "8", "9")
 
 
 def test_every_layout_with_experts_is_a_plan_of_all_gpus() -> None:

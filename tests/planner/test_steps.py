@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,14 @@ from support.internals.planner import (
     Kernels,
     PassTimes,
     RunLayout,
+    data_seconds,
+    is_built,
     makespan,
+    rank_parameters,
     replayed,
     step_time,
 )
-from support.internals.schedule import Costs, build, lower, simulate
+from support.internals.schedule import BUILDERS, TWO_A_RANK, Costs, build, lower, simulate
 
 LLAMA = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192)
 H100 = load_hardware("h100")
@@ -117,6 +121,28 @@ def test_a_step_is_drawn_out_as_its_schedule_runs(
     whole = simulate(lower(build(name, ranks, microbatches, chunks)), costs, events=False).makespan
     assert replayed(layout, stages, 0.05) == pytest.approx(whole, rel=1e-9)
     assert makespan(layout, stages, 0.05) == pytest.approx(whole, rel=0.04)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_built_is_known(ranks: int) -> None:
+    for name, microbatches in itertools.product(BUILDERS, (1, 2, 3, 5, 7, 8, 9)):
+        try:
+            build(name, ranks, microbatches, 2 if name in TWO_A_RANK else 1)
+            found = True
+        except ValueError:
+            found = False
+        assert is_built(name, ranks, microbatches) == found, (name, microbatches)
+
+
+def test_replicas_reduce_their_own_share_of_the_gradients() -> None:
+    def seconds(shard: int, context: int, expert: int = 1) -> float:
+        mixture = replace(LLAMA, experts=8, topk=2, moe_ffn=4096)
+        layout = RunLayout(replicate=4, shard=shard, zero=3, context=context, expert=expert)
+        dense, experts = rank_parameters(mixture, layout, 0)
+        return data_seconds(Kernels(mixture, layout, H100, OURS, USUAL), dense, experts)
+
+    assert seconds(8, 4) == pytest.approx(seconds(32, 1))
+    assert seconds(8, 1, expert=4) == pytest.approx(seconds(8, 1))
 
 
 def test_parts_of_a_step_sum_to_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from meshwright.planner.hardware import calibrated_file, hardware_names, load_ha
 from meshwright.planner.plans import answer
 from meshwright.planner.scoring import score
 from meshwright.planner.shapes import model_shape
+from meshwright.planner.software import OURS
 
 _LONGEST = 600
 
@@ -38,7 +39,7 @@ class PlanCommand:
     """A shipped machine, or a TOML file of one; list shows the names. By default what --calibrate
     has measured on this machine, else h100."""
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Sequences of a step; 0 means 4 million tokens."""
+    """Sequences of a step; 0 means 4 million tokens, in a multiple of the GPUs."""
     seq: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Tokens of a sequence; 0 means the model's own."""
     fit_only: bool = False
@@ -80,12 +81,14 @@ class PlanCommand:
         if ":" in self.model:
             shape, trace = planner.named_model(self.model, self.seq)
             about = {
-                "modules": trace.blocks[0].rpartition(".")[0] if trace.blocks else "",
+                "blocks": trace.blocks or ("*",),
                 "recomputing": find_spec("scipy")
                 and partial(planner.recompute_for, trace, hardware),
             }
         else:
             shape = model_shape(self.model, self.seq or None)
+            # Layers of Hugging Face's models are no chain of modules: a pipeline traces them.
+            about = {"software": replace(OURS, traced_stages=self.model.endswith(".json"))}
         found = answer(shape, self.gpus, hardware, self.batch, **about)
         print("\n".join(found.fit_lines if self.fit_only else found.lines))
         if found.toml and self.write:

@@ -8,6 +8,7 @@ Bottom-up:
     utilization  MFU and HFU
     shapes     the sizes of a decoder, from a configuration
     layouts    how a run lays a model over its GPUs, and what its program does
+    software   what ours and programs of published runs do
     network    collectives by topology
     kernels    seconds of a layer
     memory     bytes of a rank
@@ -15,7 +16,6 @@ Bottom-up:
     search     the best layouts, and why not the others
     recompute  what to recompute within a budget of memory
     plans      the answer in words, and as a `Plan`
-    software   what programs of published runs do
     published  published runs as questions
     fitting    constants from answers
     scoring    errors by source

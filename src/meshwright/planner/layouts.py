@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
+from meshwright.axes import KNOWN_AXES
 from meshwright.planner.shapes import ModelShape
 
 
@@ -55,6 +58,25 @@ class RunLayout:
         """Ranks that share one optimizer."""
         whole = self.shard if self.is_fully_sharded else self.data
         return whole * self.context if self.zero else 1
+
+    def kept(self, dense: float, expert: float) -> float:
+        """What a rank keeps of so many parameters that it shares with others."""
+        return dense / self.sharers + expert / max(1.0, self.sharers / self.expert)
+
+    def recomputed(self, layers: int) -> int:
+        """Of so many layers of a stage, those that are recomputed whole: its first."""
+        share = self.recompute_share if self.recompute == "full" else 0.0
+        return math.ceil(share * layers - 1e-9)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of our plan, in which ranks of axis expert are not those of another data axis.
+
+        Where axis shard has several ranks, other parameters are shared over axis expert, too.
+        """
+        sizes = {name: getattr(self, name) for name in KNOWN_AXES}
+        sizes["shard" if self.shard > 1 else "replicate"] //= self.expert
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @cached_property
     def gpus(self) -> int:
@@ -111,6 +133,10 @@ class Software:
     dropout: bool = False
     logits_bytes: int = 10
     """Of one logit at the peak: a 16-bit one, its fp32 copy, and its fp32 gradient."""
+    whole_logits: bool = False
+    """Each rank of axis tensor gathers all logits."""
+    traced_stages: bool = False
+    """Stages of a pipeline are graphs without modules that could recompute."""
     eager: bool = False
     """Gates and rotations are operators of their own, and keep their results."""
     gradient_bytes: int = 4
@@ -119,6 +145,26 @@ class Software:
     """Scratch memory of its libraries: of products and of attention."""
     fragments: float = 0.0
     """Share by which what is reserved exceeds what is allocated, where printed memory counts it."""
+
+
+LAYER_LISTS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("gpt2", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "falcon", "bloom"),
+            "transformer.h",
+        ),
+        "gpt_neox": "gpt_neox.layers",
+        "mpt": "transformer.blocks",
+        "opt": "model.decoder.layers",
+    }
+)
+"""The list of layers in Hugging Face's models, by type, where it is not ``model.layers``."""
+_RULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "gpt2", "gpt_neox")
+
+
+def tensor_rules(shape: ModelShape) -> str | None:
+    """The rules of axis tensor: a set of ours, or the model's own; None: there are none."""
+    return shape.name if shape.name in _RULES else None if shape.name in LAYER_LISTS else "model"
 
 
 def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:

@@ -52,7 +52,8 @@ def flights(schedule: str, p: int, chunks: int, microbatches: int, rank: int) ->
     if schedule in ("gpipe", "loopedbfs"):
         return m * chunks
     if schedule == "interleaved1f1b" and chunks > 1:
-        return min(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1)
+        group = m // max(1, m // p)
+        return min(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * group + 1)
     if schedule == "zb1p":
         return min(m, p)
     if schedule == "zb2p":
@@ -115,8 +116,7 @@ def states(
 
     ``units``: whole weights and gradients of sharded layers, while they are needed.
     """
-    ranks = layout.sharers
-    kept = dense / ranks + expert / max(1.0, ranks / layout.expert)
+    kept = layout.kept(dense, expert)
     trained = 1 - shape.frozen
     if layout.is_fully_sharded:
         if layout.pipeline > 1:
@@ -156,6 +156,7 @@ def rank_memory(
     layers_dense, layers_moe = rank_layers(shape, layout, rank)
     dense, expert = rank_parameters(shape, layout, rank)
     found = states(shape, layout, software, dense, expert)
+    own = rank_stages(layout, rank)
     share = layout.recompute_share if layout.recompute != "none" else 0.0
     flying = layout.extra_flights + (
         flights(layout.schedule, p, layout.chunks, layout.microbatches, rank) / layout.chunks
@@ -171,11 +172,11 @@ def rank_memory(
     if not software.flash:
         live += 4.0 * shape.heads / t * n * shape.seq  # scores in fp32
     logits = 0.0
-    own = rank_stages(layout, rank)
     is_first, is_last = 0 in own, layout.stages - 1 in own
     if is_last or layout.vocabulary == "spread":
         spread = p if layout.vocabulary == "spread" else 1
-        logits = software.logits_bytes * n * shape.vocab / t / spread
+        logits = software.logits_bytes * n * shape.vocab / spread
+        logits /= 1 if software.whole_logits else t
     embed = 2.0 * n * h * min(layout.microbatches, p) if is_first and p > 1 else 0.0
     found["activations"] = activations + live + embed
     found["logits"] = logits

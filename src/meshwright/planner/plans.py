@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import cast
 
-from meshwright.axes import KNOWN_AXES, Axes
-from meshwright.plan import PipelinePlan, Plan, ScheduleName, ShardPlan, TrainPlan
+from meshwright.axes import Axes
+from meshwright.plan import (
+    ExpertPlan,
+    PipelinePlan,
+    Plan,
+    ScheduleName,
+    ShardPlan,
+    TensorPlan,
+    TrainPlan,
+)
 from meshwright.planner.hardware import Hardware
-from meshwright.planner.layouts import RunLayout
+from meshwright.planner.layouts import LAYER_LISTS, RunLayout, Software, stage_layers, tensor_rules
 from meshwright.planner.memory import GIB, USABLE
 from meshwright.planner.recompute import RecomputePolicy
-from meshwright.planner.search import OURS, Candidate, Found, best_layouts, neighbors
+from meshwright.planner.search import Candidate, Found, best_layouts, neighbors
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.software import OURS
 from meshwright.planner.steps import step_time
 from meshwright.precision import Precision
 
@@ -32,35 +41,28 @@ class Answer:
     """The best plan; empty where nothing fits."""
 
 
-def to_plan(layout: RunLayout, shape: ModelShape, modules: str = "model.layers") -> Plan:
-    """The plan of a layout; ``modules``: the list of layers in the model, for recomputing."""
-    # Ranks of axis expert read batches of their own, as those of other data axes do: as many
-    # replicas as divide them, and the rest of axis shard.
-    of_replicas = math.gcd(layout.expert, layout.replicate)
-    sizes = {
-        "pipeline": layout.pipeline,
-        "replicate": layout.replicate // of_replicas,
-        "shard": layout.shard // (layout.expert // of_replicas),
-        "context": layout.context,
-        "expert": layout.expert,
-        "tensor": layout.tensor,
-    }
-    axes = {name: sizes[name] for name in KNOWN_AXES if sizes[name] > 1}
-    schedule = cast(ScheduleName, layout.schedule)
-    pipelined = PipelinePlan(schedule=schedule, microbatches=layout.microbatches)
-    recomputed: tuple[str, ...] = ()
-    if layout.recompute == "full":
-        count = round(layout.recompute_share * shape.layers)
-        every = tuple(f"{modules}.{index}" for index in range(count))
-        recomputed = (f"{modules}.*",) if count == shape.layers else every
+def to_plan(layout: RunLayout, shape: ModelShape, blocks: Sequence[str] = ()) -> Plan:
+    """The plan of a layout; ``blocks``: the names of the layers, by default Hugging Face's."""
+    listed = LAYER_LISTS.get(shape.name, "model.layers")
+    names = blocks or [f"{listed}.{index}" for index in range(shape.layers)]
+    stages = list(pairwise((0, *accumulate(stage_layers(shape, layout)))))
+    again = [n for a, b in stages for n in names[a : a + layout.recomputed(b - a)]]
+    if len(again) == len(names):
+        again = list(dict.fromkeys(f"{n.rpartition('.')[0]}.*".lstrip(".") for n in names))
+    is_flat = layout.pipeline == 1
+    pipelined = PipelinePlan(
+        schedule=cast(ScheduleName, layout.schedule),
+        microbatches=layout.microbatches,
+        split=tuple(names[a] for a, _ in stages[1:]),
+    )
     return Plan(
-        axes=Axes.of(axes),
-        pipeline=pipelined if layout.pipeline > 1 else PipelinePlan(),
+        axes=Axes.of(layout.axes),
+        pipeline=PipelinePlan() if is_flat else pipelined,
         shard=ShardPlan(reshard_after_forward=layout.zero != 2),
+        tensor=TensorPlan(rules=tensor_rules(shape) if layout.tensor > 1 else None),
+        expert=ExpertPlan(balance="global" if layout.expert > 1 else None),
         precision=Precision(compute="bfloat16"),
-        train=TrainPlan(
-            accumulate=layout.microbatches if layout.pipeline == 1 else 1, recompute=recomputed
-        ),
+        train=TrainPlan(accumulate=layout.microbatches if is_flat else 1, recompute=tuple(again)),
     )
 
 
@@ -70,21 +72,24 @@ def answer(
     hardware: Hardware,
     batch: int = 0,
     *,
-    modules: str = "model.layers",
+    blocks: Sequence[str] = (),
+    software: Software = OURS,
     recomputing: Callable[[int, float], RecomputePolicy] | None = None,
 ) -> Answer:
     """Search the layouts and put the result into words.
 
-    ``modules`` is the list of layers. ``recomputing`` chooses what a layout without a pipeline
+    ``blocks`` are the names of layers. ``recomputing`` chooses what a layout without a pipeline
     recomputes, by the tokens of a microbatch and the bytes that are left for activations.
     """
-    batch = batch or max(1, 2**22 // shape.seq)
-    found = best_layouts(shape, gpus, hardware, batch=batch)
+    if not batch:
+        batch = max(1, 2**22 // shape.seq)
+        batch -= batch % gpus if batch > gpus else 0
+    found = best_layouts(shape, gpus, hardware, batch=batch, software=software)
     if found.best is None:
         lines = [_nothing(found, hardware, gpus, batch)]
         return Answer(lines, lines, "")
     best = found.best
-    plan, policy = to_plan(best.layout, shape, modules), None
+    plan, policy = to_plan(best.layout, shape, blocks), None
     if recomputing and best.layout.recompute == "full" and best.layout.pipeline == 1:
         others = best.memory.total - best.memory.parts["activations"]
         room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
@@ -95,6 +100,7 @@ def answer(
         parts = {**best.memory.parts, "activations": float(policy.peak)}
         best = Candidate(layout, replace(best.memory, parts=parts), time)
     toml = plan.to_toml()
+    held = {**best.memory.parts, "fragments": OURS.fragments * best.memory.total}
     seconds, work, peak = best.time.total, best.time.work, hardware.peak()
     lines = [
         f"# {shape.name}, {shape.parameters / 1e9:.3g} billion parameters, on {gpus} "
@@ -104,8 +110,8 @@ def answer(
         f"{batch * shape.seq / seconds:,.0f} tokens/s, MFU {work.mfu(seconds, peak):.1%}, "
         f"HFU {work.hfu(seconds, peak):.1%}",
         "# time: " + _parts(best.time.parts, 1.0, "s"),
-        f"# memory of rank {best.memory.rank} of axis pipeline: {best.memory.total / GIB:.1f} GiB: "
-        + _parts(best.memory.parts, GIB, "GiB"),
+        f"# memory of rank {best.memory.rank} of axis pipeline: "
+        f"{_of(best.memory.total, hardware)}: {_parts(held, GIB, 'GiB')}",
         *(
             f"# recompute: {policy.share:.0%} of the blocks' time, within {policy.gap:.1%} of the "
             "least"
@@ -115,7 +121,7 @@ def answer(
         "# fastest for its memory:",
         *(f"#   {_line(candidate, hardware)}" for candidate in found.pareto),
         "# neighbors:",
-        *(f"#   {line}" for line in neighbors(found, shape, hardware, batch)),
+        *(f"#   {line}" for line in neighbors(found, shape, hardware, batch, software)),
     ]
     least = found.pareto[-1]
     fit_lines = [f"fits: {found.fitting:,} of {found.considered:,} layouts", _line(least, hardware)]
@@ -128,12 +134,18 @@ def _nothing(found: Found, hardware: Hardware, gpus: int, batch: int) -> str:
             f"nothing fits: no layout of {gpus} GPUs divides {batch} sequences and the model's "
             "heads, layers and sequence"
         )
-    needs = found.least.total * (1 + OURS.fragments) / GIB
     largest = found.least.largest
     return (
-        f"nothing fits: the least of {found.considered:,} layouts needs {needs:.0f} of "
-        f"{hardware.memory_gib:.0f} GiB, of it {found.least.parts[largest] / GIB:.0f} for {largest}"
+        f"nothing fits: the least of {found.considered:,} layouts needs "
+        f"{_of(found.least.total, hardware)}, of it {found.least.parts[largest] / GIB:.3g} for "
+        f"{largest}"
     )
+
+
+def _of(size: float, hardware: Hardware) -> str:
+    """Bytes with what is lost between them, and what a run can have."""
+    usable = USABLE * hardware.memory_gib
+    return f"{size * (1 + OURS.fragments) / GIB:.3g} of {usable:.3g} usable GiB"
 
 
 def _parts(parts: Mapping[str, float], unit: float, name: str) -> str:
@@ -143,19 +155,12 @@ def _parts(parts: Mapping[str, float], unit: float, name: str) -> str:
 
 def _line(candidate: Candidate, hardware: Hardware) -> str:
     layout = candidate.layout
-    degrees = {
-        "pipeline": layout.pipeline,
-        "replicate": layout.replicate,
-        "shard": layout.shard,
-        "context": layout.context,
-        "expert": layout.expert,
-        "tensor": layout.tensor,
-    }
-    axes = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "one GPU"
+    axes = " x ".join(f"{name} {size}" for name, size in layout.axes.items()) or "one GPU"
+    axes += ", weights stay gathered" if layout.zero == 2 else ""
     how = f", {layout.schedule}" if layout.pipeline > 1 else ""
     again = f", recompute {layout.recompute_share:.0%}" if layout.recompute != "none" else ""
     return (
-        f"{candidate.time.total:.3g} s, {candidate.memory.total / GIB:.1f} of "
-        f"{hardware.memory_gib:.0f} GiB: {axes}, {layout.microbatches} microbatches of "
+        f"{candidate.time.total:.3g} s, {_of(candidate.memory.total, hardware)}: {axes}, "
+        f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of "
         f"{layout.micro}{how}{again}"
     )

@@ -88,8 +88,7 @@ class Question:
     @property
     def fits(self) -> bool:
         """Whether the rank that needs the most memory has it."""
-        found = rank_memory(self.shape, self.layout, self.software)
-        return found.total < USABLE * self.hardware.memory_gib * GIB
+        return self.memory() <= USABLE * self.hardware.memory_gib
 
 
 @dataclass(frozen=True, slots=True)

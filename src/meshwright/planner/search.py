@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.constants import Constants
@@ -21,6 +22,7 @@ from meshwright.planner.layouts import (
     Software,
     rank_layers,
     rank_parameters,
+    tensor_rules,
 )
 from meshwright.planner.memory import (
     GIB,
@@ -32,20 +34,18 @@ from meshwright.planner.memory import (
     states,
 )
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.software import OURS
 from meshwright.planner.steps import (
     StepTime,
     beside,
     data_seconds,
+    drain,
     exposed,
     is_built,
+    longer,
     shard_seconds,
     step_time,
 )
-
-OURS = Software(
-    fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
-)
-"""What a training by Meshwright does."""
 
 SCHEDULES = (
     *((name, 1) for name in ("1f1b", "gpipe", "zb1p", "zb2p")),
@@ -54,9 +54,8 @@ SCHEDULES = (
     *((name, 2) for name in V_SCHEDULES),
 )
 """Names and chunks of a rank."""
-RECOMPUTE = (("none", 0.0), *(("full", eighth / 8) for eighth in range(1, 9)))
-Choice = tuple[int, str, float, str, int]
-"""Sequences of a microbatch, recompute and its share, schedule and chunks."""
+Choice = tuple[int, float, str, int]
+"""Sequences of a microbatch, the share of layers that recompute, schedule and chunks."""
 SHORTLIST = 40
 """Layouts that are predicted in full."""
 REPLAYED = 4
@@ -91,21 +90,22 @@ def _divisors(count: int, most: int) -> list[int]:
 
 def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
     """All degrees: layouts that differ in no size of a weight, of one rank's or of all."""
-    for tensor in _divisors(math.gcd(shape.heads, shape.kv_heads or shape.heads), 64):
+    splits = math.gcd(shape.heads, shape.kv_heads or shape.heads)
+    for tensor in _divisors(splits if tensor_rules(shape) else 1, 64):
         for pipeline in _divisors(gpus, shape.layers):
             for context in (1, 2, 4, 8, 16):
                 data, rest = divmod(gpus, tensor * pipeline * context)
                 if rest or not data or batch % data or (context > 1 and shape.seq % (2 * context)):
                     continue
                 for expert in _divisors(math.gcd(shape.experts or 1, data), data):
-                    for shard in _divisors(data, data):
+                    for shard in _divisors(data // expert, data):
+                        sharers = shard * expert if shard > 1 else 1
                         for zero in (0,) if shard == 1 else (3,) if pipeline > 1 else (2, 3):
                             yield RunLayout(
-                                replicate=data // shard,
-                                shard=shard,
+                                replicate=data // sharers,
+                                shard=sharers,
                                 zero=zero,
                                 tensor=tensor,
-                                sequence=tensor > 1,
                                 pipeline=pipeline,
                                 context=context,
                                 expert=expert,
@@ -120,12 +120,11 @@ def best_layouts(
     batch: int,
     software: Software = OURS,
     constants: Constants | None = None,
-    bytes: int = 2,
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
     constants = constants or hardware.constants
-    searcher = _Searcher(shape, hardware, software, constants, capacity, batch, bytes)
+    searcher = Searcher(shape, hardware, software, constants, capacity, batch)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
     for family in families(shape, gpus, batch):
@@ -170,13 +169,14 @@ def _seconds(candidate: Candidate) -> float:
 class _PipelineEnd(NamedTuple):
     """A rank at an end of the pipeline."""
 
-    layers: int
+    layers: tuple[int, int]
+    """Without experts, and with."""
     states: float
     dense: float
     expert: float
 
 
-class _Searcher:
+class Searcher:
     """Estimates, with what several layouts share computed once."""
 
     def __init__(
@@ -187,15 +187,14 @@ class _Searcher:
         constants: Constants,
         capacity: float,
         batch: int,
-        bytes: int,
     ) -> None:
         self._shape, self._hardware, self._software = shape, hardware, software
         self._constants, self._capacity = constants, capacity
-        self._batch, self._bytes = batch, bytes
+        self._batch = batch
         self.considered = self.fitting = 0
         self.least: RunLayout | None = None
         self._least_bytes = math.inf
-        self._layers: dict[tuple[object, ...], tuple[PassTimes, PassTimes, float, float]] = {}
+        self._layers: dict[tuple[object, ...], tuple[PassTimes, float, float]] = {}
 
     def candidate(self, layout: RunLayout, *, replay: bool = False) -> Candidate:
         """Predict all of one layout."""
@@ -211,75 +210,77 @@ class _Searcher:
         each = self._batch // family.data
         micros = [micro for micro in (1, 2, 4, 8, 16) if each % micro == 0]
         names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
-        self.considered += len(micros) * len(names) * len(RECOMPUTE)
+        is_traced = software.traced_stages and p > 1
+        counts = [len(_shares(shape.layers, p * chunks)) for _, chunks in names]
+        self.considered += len(micros) * sum(counts)
         loop = self._ends(family)
         floor = max(end.states for end in loop)
         if floor > self._capacity:
-            if floor < self._least_bytes:
-                self._least_bytes = floor
-                self.least = self.layout(family, micros[0], "full", 1.0, *names[0])
+            self._spoil(floor, family, (micros[0], float(not is_traced), *names[0]))
             return
-        bend = self._ends(replace(family, schedule="zbv", chunks=2)) if p > 1 else loop
+        ends = {s: self._ends(replace(family, schedule=s[0], chunks=s[1])) for s in names}
         kernels = Kernels(shape, family, self._hardware, software, self._constants)
         travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
+        kept = max(family.kept(end.dense, end.expert) for end in loop)
+        rest = kernels.moved(self._constants.optimizer * kept)
         sharded = shard_seconds(kernels) if p == 1 and family.is_fully_sharded else None
-        vocab = software.logits_bytes * shape.seq * shape.vocab / (family.context * family.tensor)
         for micro in micros:
             count = each // micro
-            schedules = [
-                (
-                    name,
-                    chunks,
-                    bend if name in V_SCHEDULES else loop,
-                    flights(name, p, chunks, count, 0) / chunks,
-                    flights(name, p, chunks, count, p - 1) / chunks,
-                )
-                for name, chunks in names
-                if is_built(name, p, count)
-            ]
-            for how, share in RECOMPUTE:
-                layer, head, kept, live = self._layer(family, micro, how, share)
-                spare = max(0.0, layer.forward + layer.input - 2 * layer.weight) / layer.both
-                late = (layer.forward + layer.input - layer.weight) / layer.both
-                fills = {
-                    "zb1p": late,
-                    "zb2p": max(spare, layer.forward / layer.both),
-                    "zbv": spare,
-                    "dualpipev": spare,
-                    "vhalf": 2 * late + 0.25,
-                    "vmin": 4 / 3,
-                }
-                even = 3 * max(layer.forward, layer.input, layer.weight) - layer.both
-                for name, chunks, (first, last), flying, landing in schedules:
-                    memory = max(
-                        first.states + first.layers * kept * flying,
-                        last.states + last.layers * kept * landing + micro * vocab,
+            sized = replace(family, micro=micro)
+            head = Kernels(shape, sized, self._hardware, software, self._constants).head()
+            tokens = sized.tokens(shape)
+            logits = software.logits_bytes * tokens * shape.vocab
+            logits /= 1 if software.whole_logits else family.tensor
+            embed = 2.0 * tokens * shape.hidden * min(count, p) if p > 1 else 0.0
+            made: dict[tuple[float, object], tuple[PassTimes, float, float, PassTimes, float]] = {}
+            for name, chunks in names:
+                if not is_built(name, p, count):
+                    continue
+                first, last = ends[name, chunks]
+                is_first = name in V_SCHEDULES  # it has the output layer, too
+                flying = flights(name, p, chunks, count, 0) / chunks
+                landing = flights(name, p, chunks, count, p - 1) / chunks
+                for share in _shares(shape.layers, p * chunks)[: 1 if is_traced else None]:
+                    key = share, (first.layers, last.layers)
+                    if key not in made:
+                        made[key] = (
+                            *self._rank(family, micro, share, first.layers),
+                            *self._rank(family, micro, share, last.layers)[:2],
+                        )
+                    work, kept, live, last_work, last_kept = made[key]
+                    memory = live + max(
+                        first.states + kept * flying + embed + is_first * logits,
+                        last.states + last_kept * landing + (not is_first) * logits,
                     )
-                    memory += live
+                    choice = micro, share, name, chunks
                     if memory > self._capacity:
-                        if memory < self._least_bytes:
-                            self._least_bytes = memory
-                            self.least = self.layout(family, micro, how, share, name, chunks)
+                        self._spoil(memory, family, choice)
                         continue
                     self.fitting += 1
-                    choice = micro, how, share, name, chunks
+                    slowest = max(
+                        work.both + is_first * head.both,
+                        last_work.both + (not is_first) * head.both,
+                    )
+                    free, fill = slowest, 0.0
                     if p == 1:
-                        forward = shape.layers * layer.forward + head.forward
-                        back = shape.layers * layer.both + head.both - forward
+                        forward = work.forward + head.forward
+                        back = slowest - forward
                         if sharded:
+                            free -= sharded[0] + sharded[1]
                             forward = beside(forward, sharded[0], self._constants) + sharded[2]
                             back = beside(back, sharded[1], self._constants)
-                        wait = exposed(kernels, travel, forward + back)
-                        yield count * (forward + back) + wait, memory, choice
-                        continue
-                    most = first.layers * layer.both
-                    slowest = max(most, last.layers * layer.both + head.both)
-                    fill = (p - 1) * most / chunks
-                    fill *= fills.get(name, 1.0)
-                    if name == "vmin":  # a slot is as long as the longest of F, I and W
-                        fill += count * first.layers * even
-                    wait = exposed(kernels, travel, slowest)
-                    yield count * slowest + fill + wait, memory, choice
+                        slowest = forward + back
+                    else:
+                        fill = (p - 1 / chunks) * drain(name, chunks, work)
+                        fill += count * longer(name, work) / 2
+                    wait = exposed(kernels, travel, free)
+                    yield count * slowest + fill + wait + rest, memory, choice
+
+    def _spoil(self, memory: float, family: RunLayout, choice: Choice) -> None:
+        """Remember the layout that comes closest to fitting."""
+        if memory < self._least_bytes:
+            self._least_bytes = memory
+            self.least = self.layout(family, *choice)
 
     def _ends(self, family: RunLayout) -> tuple[_PipelineEnd, _PipelineEnd]:
         """The first and the last rank of axis pipeline."""
@@ -288,44 +289,59 @@ class _Searcher:
             dense, expert = rank_parameters(self._shape, family, rank)
             parts = states(self._shape, family, self._software, dense, expert)
             total = sum(parts.values()) + self._software.workspace_gib * GIB
-            layers = sum(rank_layers(self._shape, family, rank))
+            layers = rank_layers(self._shape, family, rank)
             found.append(_PipelineEnd(layers, total, dense, expert))
         return found[0], found[1]
 
     def layout(
-        self, family: RunLayout, micro: int, how: str, share: float, schedule: str, chunks: int
+        self, family: RunLayout, micro: int, share: float, schedule: str, chunks: int
     ) -> RunLayout:
         """A layout of a family."""
         return replace(
             family,
             micro=micro,
             microbatches=self._batch // (family.data * micro),
-            recompute=how,
+            recompute="full" if share else "none",
             recompute_share=share,
             schedule=schedule,
             chunks=chunks,
-            bytes=self._bytes,
         )
 
+    def _rank(
+        self, family: RunLayout, micro: int, share: float, layers: tuple[int, int]
+    ) -> tuple[PassTimes, float, float]:
+        """Times of a rank's layers; bytes that they keep, and one more while it runs."""
+        work, kept, live = PassTimes(), 0.0, 0.0
+        for moe, count in enumerate(layers):
+            if count:
+                times, of_layer, running = self._layer(family, micro, share, moe=bool(moe))
+                work = work.plus(times, count)
+                kept, live = kept + count * of_layer, max(live, running)
+        return work, kept, live
+
     def _layer(
-        self, family: RunLayout, micro: int, how: str, share: float
-    ) -> tuple[PassTimes, PassTimes, float, float]:
-        """Times of a layer and of the output layer; bytes that a layer keeps, and while it runs."""
-        key = family.tensor, family.context, family.expert, micro, how, share
+        self, family: RunLayout, micro: int, share: float, *, moe: bool
+    ) -> tuple[PassTimes, float, float]:
+        key = family.tensor, family.context, family.expert, micro, share, moe
         if key not in self._layers:
             shape, software = self._shape, self._software
-            layout = self.layout(family, micro, how, share, "1f1b", 1)
+            layout = self.layout(family, micro, share, "1f1b", 1)
             kernels = Kernels(shape, layout, self._hardware, software, self._constants)
-            moe = bool(shape.moe_layers)
             whole = layer_activations(shape, layout, software, moe=moe, recompute="none")
-            kept = layer_activations(shape, layout, software, moe=moe, recompute=how)
+            kept = layer_activations(shape, layout, software, moe=moe, recompute="full")
             self._layers[key] = (
                 kernels.layer(moe=moe),
-                kernels.head(),
                 share * kept + (1 - share) * whole,
-                whole if how == "full" else 0.0,
+                whole if share else 0.0,
             )
         return self._layers[key]
+
+
+@cache
+def _shares(layers: int, stages: int) -> tuple[float, ...]:
+    """Shares of the layers of a stage: whole ones, and twelfths where there are as many."""
+    most = math.ceil(layers / stages)
+    return 0.0, *dict.fromkeys(math.ceil(most * n / 12) / most for n in range(1, 13))
 
 
 def neighbors(
@@ -336,54 +352,62 @@ def neighbors(
     if best is None:
         return []
     lines = []
-    for what, layout in _changes(best.layout, shape, batch):
+    for what, layout in changes(best.layout, shape, batch, software):
         memory = rank_memory(shape, layout, software)
         needs = memory.total * (1 + software.fragments) / GIB
         if needs > USABLE * hardware.memory_gib:
-            where = f"stage {memory.rank} " if layout.pipeline > 1 else ""
+            where = f"rank {memory.rank} of axis pipeline " if layout.pipeline > 1 else ""
             lines.append(
-                f"{what}: {where}needs {needs:.0f} of {hardware.memory_gib:.0f} GiB, most of it "
-                f"{memory.largest}"
+                f"{what}: {where}needs {needs:.3g} of {USABLE * hardware.memory_gib:.3g} usable "
+                f"GiB, most of it {memory.largest}"
             )
             continue
-        time = step_time(shape, layout, hardware, software, hardware.constants)
+        time = step_time(shape, layout, hardware, software, hardware.constants, replay=True)
         more = time.total / best.time.total - 1
         part = max(time.parts, key=lambda name: time.parts[name] - best.time.parts[name])
-        crosses = layout.tensor > hardware.node and "crosses the node, "
+        crosses = "crosses the node, " if layout.tensor > hardware.node else ""
         lines.append(
-            f"{what}: {crosses or ''}{more:+.0%}, {part} {best.time.parts[part]:.3g} -> "
+            f"{what}: {crosses}{more:+.0%}, {part} {best.time.parts[part]:.3g} -> "
             f"{time.parts[part]:.3g} s"
         )
     return lines
 
 
-def _changes(best: RunLayout, shape: ModelShape, batch: int) -> Iterator[tuple[str, RunLayout]]:
-    """Layouts with one degree doubled or halved, and its data ranks made to suit."""
-    for name in ("tensor", "pipeline", "context", "shard", "micro"):
-        old = getattr(best, name)
-        for new in (old * 2, old // 2):
-            changed = replace(best, **{name: new}) if new and (old % 2 == 0 or new > old) else None
-            if changed is None or shape.heads % changed.tensor or changed.stages > shape.layers:
-                continue
-            data, rest = divmod(best.gpus, changed.tensor * changed.pipeline * changed.context)
-            if rest or not data or batch % (data * changed.micro):
-                continue
-            shard = changed.shard if name == "shard" else min(best.shard, data)
-            if data % shard:
-                continue
-            yield (
-                f"{name} = {new}",
-                replace(
-                    changed,
-                    shard=shard,
-                    replicate=data // shard,
-                    zero=(best.zero or 3) if shard > 1 else 0,
-                    microbatches=batch // (data * changed.micro),
-                    sequence=changed.tensor > 1,
-                    chunks=best.chunks if changed.pipeline > 1 else 1,
-                    schedule=best.schedule if changed.pipeline > 1 else "1f1b",
-                ),
-            )
+def changes(
+    best: RunLayout, shape: ModelShape, batch: int, software: Software
+) -> Iterator[tuple[str, RunLayout]]:
+    """Proposed layouts with one degree doubled or halved, and axis shard made to suit."""
+    known = [(family.axes, family) for family in families(shape, best.gpus, batch)]
+    own = {n: best.axes.get(n, 1) for n in ("tensor", "pipeline", "context", "expert", "shard")}
+    degrees = {**own, "micro": best.micro}
+    for name, new in ((n, each) for n, d in degrees.items() for each in (2 * d, d / 2)):
+        wanted = {**degrees, name: new}
+        micro, shard = wanted.pop("micro"), wanted.pop("shard")
+        close = [f for axes, f in known if all(axes.get(n, 1) == wanted[n] for n in wanted)]
+        exact = [f for f in close if f.axes.get("shard", 1) == shard]
+        found = exact if name == "shard" else exact or close
+        family = max(found, key=lambda f: (f.shard, f.zero == best.zero), default=None)
+        if family is None or batch % (family.data * micro) or micro < 1:
+            continue
+        is_flat, count = family.pipeline == 1, int(batch // (family.data * micro))
+        schedule, chunks = ("1f1b", 1) if is_flat else (best.schedule, best.chunks)
+        layers = shape.layers / (family.pipeline * chunks)
+        if layers < 1 or not (is_flat or is_built(schedule, family.pipeline, count)):
+            continue
+        layers = math.ceil(layers)
+        changed = replace(
+            family,
+            micro=int(micro),
+            microbatches=count,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=best.recompute,
+            recompute_share=math.ceil(best.recompute_share * layers - 1e-9) / layers,
+        )
+        if is_flat or changed.recompute == "none" or not software.traced_stages:
+            yield f"{name} = {new:g}", changed
+    if best.pipeline > 1 and software.traced_stages:
+        return
     if best.recompute == "none":
         yield "recompute", replace(best, recompute="full", recompute_share=1.0)
     else:

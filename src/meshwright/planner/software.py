@@ -1,4 +1,4 @@
-"""Which programs published runs were made with, and what these do: facts of their releases."""
+"""What ours does, and the programs of published runs: facts of their releases."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _MEGATRON = Software(flash=3, logits_bytes=6, overlap_tensor=True, workspace_gib
 _FSDP = Software(
     fused_accumulation=False, logits_bytes=14, eager=True, workspace_gib=1.0, fragments=0.03
 )
+OURS = replace(_FSDP, whole_logits=True, split_transfers=False)
+"""What a training by Meshwright does."""
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         "megatron_sc21": _MEGATRON_2021,

@@ -70,27 +70,33 @@ def makespan(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     )
     if p == 1:
         return m * slowest
-    if layout.schedule == "zb1p":
-        fill = sum(s.forward + s.input - s.weight for s in stages[:-1])
-    elif layout.schedule in ("zb2p", "zbv", "dualpipev"):
-        fill = sum(max(0.0, s.forward + s.input - 2 * s.weight) for s in stages[:-1])
-        if layout.schedule == "zb2p":  # its ranks begin one after another
-            fill = max(fill, sum(s.forward for s in stages[:-1]))
-    else:
-        each = [s.both for s in stages]
-        fill = (sum(each) - max(each)) / layout.chunks
-        if layout.schedule == "vmin":  # a slot is as long as the longest of F, I and W
-            fill += m * min(6 * max(s.forward, s.input, s.weight) - 2 * s.both for s in stages)
-    return m * slowest + fill + 2 * (p - 1) * transfer
+    each = [drain(layout.schedule, layout.chunks, stage) for stage in stages]
+    fill = sum(each) - max(each) + 2 * (p - 1) * transfer
+    return m * (slowest + min(longer(layout.schedule, stage) for stage in stages)) + fill
+
+
+def drain(schedule: str, chunks: int, times: PassTimes) -> float:
+    """What a stage adds to the fill and the drain of a pipeline."""
+    late = times.forward + times.input - times.weight
+    if schedule == "zb1p":
+        return late
+    if schedule in ("zb2p", "zbv", "dualpipev"):
+        # The ranks of ZB-2p begin one after another.
+        return max(0.0, late - times.weight, times.forward if schedule == "zb2p" else 0.0)
+    return times.both / chunks
+
+
+def longer(schedule: str, times: PassTimes) -> float:
+    """What two stages of V-Min add to a microbatch: a slot is as long as the longest of F, I, W."""
+    longest = max(times.forward, times.input, times.weight)
+    return 6 * longest - 2 * times.both if schedule == "vmin" else 0.0
 
 
 def is_built(schedule: str, ranks: int, microbatches: int) -> bool:
     """Whether a builder has the schedule for so many microbatches."""
-    if schedule not in BUILDERS or schedule == "gpipe":
-        return schedule in BUILDERS
-    if schedule in ("interleaved1f1b", "loopedbfs", "zb1p"):
-        return microbatches % max(1, microbatches // ranks) == 0
-    return microbatches >= ranks * (2 if schedule == "dualpipev" else 1)
+    fewest = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
+    rounds = microbatches // ranks if schedule in ("interleaved1f1b", "zb1p") else 1
+    return schedule in BUILDERS and microbatches >= fewest and not microbatches % max(1, rounds)
 
 
 def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) -> float:
@@ -159,7 +165,7 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
     size, total = kernels.software.reduce_bytes, 0.0
     if layout.is_fully_sharded and layout.pipeline == 1:
         group = Group(layout.replicate, t * layout.shard * layout.context, kernels.hardware)
-        return group.reduce(size * (dense + expert) / layout.shard, constants)
+        return group.reduce(size * layout.kept(dense, expert), constants)
     ranks = layout.data * layout.context
     for group, count in (
         (Group(ranks, t, kernels.hardware), dense),
@@ -177,10 +183,13 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
 
 
 def exposed(kernels: Kernels, seconds: float, busy: float) -> float:
-    """What a step waits for, of ``seconds`` that may travel beside a microbatch of ``busy``."""
+    """What a step waits for, of ``seconds`` that may travel beside ``busy`` of a microbatch.
+
+    Gathers of weights have used the network for the rest of it.
+    """
     if not kernels.software.overlap_data:
         return seconds
-    return max(seconds - kernels.constants.data_overlap * busy, 0.15 * seconds)
+    return max(seconds - kernels.constants.data_overlap * max(0.0, busy), 0.15 * seconds)
 
 
 def step_time(
@@ -196,12 +205,13 @@ def step_time(
     kernels = Kernels(shape, layout, hardware, software, constants)
     stages = stage_times(kernels)
     p, m = layout.pipeline, layout.microbatches
-    sharded = 0.0
+    sharded = gathers = 0.0
     if layout.is_fully_sharded and layout.sharers > 1 and p == 1:
         to_forward, to_back, ends = shard_seconds(kernels)
         forward, back = stages[0].forward, stages[0].input + stages[0].weight
         shown = beside(forward, to_forward, constants) + beside(back, to_back, constants)
         sharded = m * (shown + ends - forward - back)
+        gathers = to_forward + to_back
     size = 2.0 * kernels.tokens * shape.hidden
     if layout.sequence or software.split_transfers:
         size /= layout.tensor
@@ -217,11 +227,9 @@ def step_time(
     dense, expert = max(
         (rank_parameters(shape, layout, rank) for rank in {0, min(1, p - 1), p - 1}), key=sum
     )
-    reduce = exposed(
-        kernels, data_seconds(kernels, dense, expert), max(rank.both for rank in ranks)
-    )
-    kept = dense / layout.sharers + expert / max(1.0, layout.sharers / layout.expert)
-    optimizer = kernels.moved(constants.optimizer * kept)
+    free = max(rank.both for rank in ranks) - gathers
+    reduce = exposed(kernels, data_seconds(kernels, dense, expert), free)
+    optimizer = kernels.moved(constants.optimizer * layout.kept(dense, expert))
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
     parts = {

@@ -28,8 +28,8 @@ from meshwright.gradients import call_module
 from meshwright.plan import match_names
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.recompute import RecomputeOption, RecomputePolicy, choose
-from meshwright.planner.search import OURS
 from meshwright.planner.shapes import LIMIT, ModelShape
+from meshwright.planner.software import OURS
 from meshwright.torch_internals.tensors import FLASH_ATTENTION, storage_id, without_memory
 from meshwright.torch_internals.trees import tree_leaves, tree_map_only
 

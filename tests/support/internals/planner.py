@@ -13,7 +13,8 @@ __getattr__ = names_inside(
         ),
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
-            "RunLayout, Software, rank_layers, rank_parameters, rank_stages, stage_layers"
+            "LAYER_LISTS, RunLayout, Software, rank_layers, rank_parameters, rank_stages, "
+            "stage_layers, tensor_rules"
         ),
         "meshwright.planner.memory": "GIB, USABLE, flights, layer_activations, rank_memory",
         "meshwright.planner.network": "Group",
@@ -23,10 +24,11 @@ __getattr__ = names_inside(
         "meshwright.planner.recompute": "RecomputeOption, choose, peak_of",
         "meshwright.planner.rehearsed": "rank_bytes",
         "meshwright.planner.scoring": "ranking",
-        "meshwright.planner.search": "OURS, families, neighbors",
+        "meshwright.planner.search": "Searcher, changes, families, neighbors",
+        "meshwright.planner.software": "OURS",
         "meshwright.planner.shapes": "from_config",
         "meshwright.planner.traced": "recompute_options",
         "meshwright.planner.utilization": "StepWork, work_of",
-        "meshwright.planner.steps": "is_built, makespan, replayed, step_time",
+        "meshwright.planner.steps": "data_seconds, is_built, makespan, replayed, step_time",
     }
 )
