@@ -107,7 +107,8 @@ def test_a_gpu_is_found_by_its_name() -> None:
     ):
         found = this_machine(name)
         assert found is not None and found.name == shipped
-    assert this_machine("cpu") is None and this_machine("NVIDIA GeForce RTX 4090") is None
+    for name in ("cpu", "NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
+        assert this_machine(name) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,21 @@ def test_calibrate_refuses(
     assert problem in printed and len(printed.splitlines()) == 1
 
 
-@pytest.mark.parametrize("line", ["launch = -1.0", "lunch = 1.0", "launch = nan"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "launch = -1.0",
+        "lunch = 1.0",
+        "launch = nan",
+        "latency = 1e308",
+        "links = 0",
+        "exchange = 5",
+        "product_ampere = 0",
+        "data_overlap = 5",
+        "contention = 0.5",
+        "scores = 1e9",
+    ],
+)
 def test_a_wrong_constant_is_one_line(line: str, tmp_path: Path) -> None:
     sizes = "memory_gib peak_tflops matmul_tflops memory_gbps intra_gbps inter_gbps"
     text = "".join(f"{name} = 1.0\n" for name in sizes.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_shipped_machines_read_and_others_are_refused(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "mine.toml"))
 
 
-def test_too_many_layers_are_refused_before_any_search() -> None:
-    with pytest.raises(PlanError, match="layers"):
-        ModelShape(layers=10**6, hidden=64, heads=4, ffn=256, vocab=100, seq=16)
+def test_layers_that_cannot_be_are_refused_before_any_search() -> None:
+    for size in (10**6, math.nan, 2.0, -1):
+        with pytest.raises(PlanError, match="layers"):
+            ModelShape(layers=size, hidden=64, heads=4, ffn=256, vocab=100, seq=16)  # pyrefly: ignore

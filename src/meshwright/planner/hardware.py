@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
 
 from meshwright.errors import PlanError
-from meshwright.planner.constants import Constants
+from meshwright.planner.constants import Constants, ranges
 from meshwright.settings import Above, AtLeast, Problem
 from meshwright.toml_source import read_file
 
@@ -50,10 +50,21 @@ class Hardware:
     """What no data sheet says: fitted, or where `--calibrate` measured it, this machine's."""
 
     def problems(self) -> Iterator[Problem]:
-        """Check the constants."""
-        for name, value in asdict(self.constants).items():
-            if value < 0:
-                yield Problem(("constants", name), f"{name}: expected at least 0, found {value}")
+        """Check that numbers are possible: constants within a hundred times their ranges."""
+        limits = {
+            (name,): (1e-9, 1e9, value)
+            for name, value in vars(self).items()
+            if isinstance(value, int | float)
+        }
+        for name, (low, high) in ranges().items():
+            # Shares, seconds and slowdowns have limits of their own.
+            least, most = low if low == 1 else low / 100, 1 if high <= 1 else 100 * high
+            limits["constants", name] = least, most, getattr(self.constants, name)
+        limits["matmul_tflops",] = 1e-9, self.peak_tflops, self.matmul_tflops
+        for key, (least, most, value) in limits.items():
+            if not least <= value <= most:
+                message = f"{key[-1]}: expected {least:g} to {most:g}, found {value:g}"
+                yield Problem(key, message)
 
     def peak(self, size: int = 2) -> float:
         """Operations a second that MFU is a share of, for numbers of ``size`` bytes."""
@@ -97,7 +108,8 @@ def this_machine(device: str, *, calibrated: bool = True) -> Hardware | None:
         if found.name == device:
             return found
     words = set(re.split(r"[\s-]+", device.lower()))
-    shipped = [name for name in hardware_names() if words.issuperset(name.split("-"))]
+    names = () if words & {"pcie", "nvl", "mig"} else hardware_names()  # these are slower
+    shipped = [name for name in names if words.issuperset(name.split("-"))]
     return load_hardware(max(shipped, key=len)) if shipped else None
 
 
