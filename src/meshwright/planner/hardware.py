@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -51,20 +51,16 @@ class Hardware:
 
     def problems(self) -> Iterator[Problem]:
         """Check that numbers are possible: constants within a hundred times their ranges."""
+        # Shares and seconds are at most 1, slowdowns at least.
         limits = {
-            (name,): (1e-9, 1e9, value)
-            for name, value in vars(self).items()
-            if isinstance(value, int | float)
-        }
-        for name, (low, high) in ranges().items():
-            # Shares, seconds and slowdowns have limits of their own.
-            least, most = low if low == 1 else low / 100, 1 if high <= 1 else 100 * high
-            limits["constants", name] = least, most, getattr(self.constants, name)
-        limits["matmul_tflops",] = 1e-9, self.peak_tflops, self.matmul_tflops
-        for key, (least, most, value) in limits.items():
-            if not least <= value <= most:
-                message = f"{key[-1]}: expected {least:g} to {most:g}, found {value:g}"
-                yield Problem(key, message)
+            name: (low if low == 1 else low / 100, 1 if high <= 1 else 100 * high)
+            for name, (low, high) in ranges().items()
+        } | {"matmul_tflops": (1e-9, self.peak_tflops)}
+        for name, value in {**vars(self), **asdict(self.constants)}.items():
+            least, most = limits.get(name, (1e-9, 1e9))
+            if isinstance(value, int | float) and not least <= value <= most:
+                key = ("constants", name) if name in ranges() else (name,)
+                yield Problem(key, f"{name}: expected {least:g} to {most:g}, found {value:g}")
 
     def peak(self, size: int = 2) -> float:
         """Operations a second that MFU is a share of, for numbers of ``size`` bytes."""

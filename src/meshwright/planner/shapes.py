@@ -172,7 +172,6 @@ class ModelShape:
         return self.layers * self.layer_flops + 2 * self.vocab * self.hidden
 
 
-_INNER = "ffn_hidden_size"
 # Keys of a Hugging Face config.json, by our names; the first that is there counts.
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -181,13 +180,19 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
         "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
         "head_dim": ("qk_nope_head_dim", "head_dim"),
-        "ffn": ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", _INNER),
+        "ffn": (
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+        ),
         "vocab": ("vocab_size",),
         "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         "tied": ("tie_word_embeddings",),
         "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
         "topk": ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"),
-        "moe_ffn": ("moe_intermediate_size", "intermediate_size", _INNER),
+        "moe_ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
         "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size"),
         "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
         "dense_layers": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
@@ -218,7 +223,7 @@ _OTHER_KEYS = re.compile(
     "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|(vision|audio)_config|"
     "per_layer_input"
 )
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+_ATTENTION = re.compile("(full|sliding|chunked|indexed)_attention")
 
 
 def model_shape(path: str, seq: int | None = None) -> ModelShape:
@@ -247,7 +252,7 @@ def from_config(config: Mapping[str, object], seq: int | None, source: str = "")
         for key in ("layer_types", "mlp_layer_types", "mlp_only_layers")
     )
     is_other = kind in kinds["other layers"] or any(map(_OTHER_KEYS.search, config))
-    if is_other or any(each not in _ATTENTION for each in types):
+    if is_other or not all(_ATTENTION.fullmatch(str(each)) for each in types):
         raise PlanError(
             f"model_type: the sizes of '{kind}' are not those of a decoder of equal layers; give "
             "package.module:function, which makes the model",
@@ -263,13 +268,13 @@ def from_config(config: Mapping[str, object], seq: int | None, source: str = "")
     found.setdefault("ffn", 4 * hidden if isinstance(hidden, int) else 1)
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         found["kv_heads"] = 1
-    if config.get("use_sliding_window") is False or (types and _ATTENTION[1] not in types):
+    if config.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
         found.pop("window", None)
     shared, each = found.pop("shared", int("intermediate_size_mlp" in config)), found.get("moe_ffn")
-    if not isinstance(shared, int):
-        raise PlanError(f"{names['shared']}: expected a whole number, found {shared!r}", source)
-    if shared and isinstance(each, int):
-        found.setdefault("shared_ffn", shared * each)
+    if shared and "shared_ffn" not in found:
+        found["shared_ffn"], names["shared_ffn"] = shared, names["shared"]
+        if isinstance(shared, int) and isinstance(each, int):
+            found["shared_ffn"] = shared * each
     step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))
     if isinstance(step, int) and isinstance(layers, int) and step > 1:
         found["dense_layers"] = layers - layers // step

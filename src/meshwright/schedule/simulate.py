@@ -304,14 +304,8 @@ class _Machine:
             self._peaks[rank] = self._held[rank]
 
     def _event(self, rank: int, action: Action, lane: str, start: float, end: float) -> Event:
-        return Event(
-            name=str(action),
-            lane=lane,
-            rank=rank,
-            start=start,
-            end=end,
-            category=str(action.operation),
-        )
+        kind = str(action.operation)
+        return Event(name=str(action), lane=lane, rank=rank, category=kind, start=start, end=end)
 
 
 def at_stage(value: PerStage, stage: int) -> float:
