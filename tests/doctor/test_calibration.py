@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,21 @@ def test_a_gpu_is_found_by_its_name() -> None:
         assert found is not None and found.name == shipped
     for name in ("cpu", "NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
         assert this_machine(name) is None
+
+
+@pytest.mark.parametrize(
+    ("major", "generation"), [(7, "ampere"), (8, "ampere"), (9, "hopper"), (10, "blackwell")]
+)
+def test_older_gpus_count_as_the_oldest_generation(
+    major: int, generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = SimpleNamespace(
+        name="NVIDIA Mine", total_memory=2**34, multi_processor_count=40, major=major
+    )
+    monkeypatch.setattr(calibration, "answer_of", lambda *_: MEASURED)
+    monkeypatch.setattr(calibration.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(calibration.torch.cuda, "get_device_properties", lambda _: about)
+    assert calibration.calibrate(1.0).generation == generation
 
 
 @pytest.mark.parametrize(

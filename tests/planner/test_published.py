@@ -76,7 +76,7 @@ def test_a_published_run_is_predicted(tmp_path: Path) -> None:
 
 def test_a_source_alone_cannot_be_left_out(tmp_path: Path) -> None:
     file = _file(tmp_path, ROW, ROW)
-    with pytest.raises(PlanError, match="--leave-out: expected runs of two sources, found only"):
+    with pytest.raises(PlanError, match="--leave-out: expected runs of at least two sources"):
         score(file, leave_out=True)
 
 

@@ -55,12 +55,15 @@ class Hardware:
         limits = {
             name: (low if low == 1 else low / 100, 1 if high <= 1 else 100 * high)
             for name, (low, high) in ranges().items()
-        } | {"matmul_tflops": (1e-9, self.peak_tflops)}
+        }
         for name, value in {**vars(self), **asdict(self.constants)}.items():
             least, most = limits.get(name, (1e-9, 1e9))
             if isinstance(value, int | float) and not least <= value <= most:
                 key = ("constants", name) if name in ranges() else (name,)
                 yield Problem(key, f"{name}: expected {least:g} to {most:g}, found {value:g}")
+        if (found := self.matmul_tflops) > (most := self.peak_tflops):
+            text = f"matmul_tflops: expected at most {most:g} (peak_tflops), found {found:g}"
+            yield Problem(("matmul_tflops",), text)
 
     def peak(self, size: int = 2) -> float:
         """Operations a second that MFU is a share of, for numbers of ``size`` bytes."""

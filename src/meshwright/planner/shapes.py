@@ -64,9 +64,7 @@ class ModelShape:
             if name != "name" and not (is_number and 0 <= value <= limit):
                 raise PlanError(f"{name}: expected 0 to {limit:,}, found {value}")
         if self.heads < 1 or (not self.head_dim and self.hidden % self.heads):
-            raise PlanError(
-                f"heads: expected a divisor of {self.hidden} (hidden), found {self.heads}"
-            )
+            raise PlanError(f"heads: expected to divide {self.hidden} (hidden), found {self.heads}")
         if self.heads % (self.kv_heads or 1):
             raise PlanError(
                 f"kv_heads: expected a divisor of {self.heads} (heads), found {self.kv_heads}"
