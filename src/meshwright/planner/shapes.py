@@ -61,9 +61,10 @@ class ModelShape:
         for name, value in vars(self).items():
             limit = {"layers": 100_000, "saved": 1e15}.get(name, LIMIT)
             is_number = isinstance(value, int if name != "saved" else int | float)
-            if name != "name" and not (is_number and 0 <= value <= limit):
-                raise PlanError(f"{name}: expected 0 to {limit:,}, found {value}")
-        if self.heads < 1 or (not self.head_dim and self.hidden % self.heads):
+            least = int(name in ("layers", "hidden", "heads", "seq"))
+            if name != "name" and not (is_number and least <= value <= limit):
+                raise PlanError(f"{name}: expected {least} to {limit:,}, found {value}")
+        if not self.head_dim and self.hidden % self.heads:
             raise PlanError(f"heads: expected to divide {self.hidden} (hidden), found {self.heads}")
         if self.heads % (self.kv_heads or 1):
             raise PlanError(
