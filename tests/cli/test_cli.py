@@ -500,6 +500,17 @@ def test_simulate_finds_an_order_for_the_costs_of_a_run(
     assert (written.name, written.stages, written.microbatches) == ("automatic", 2, 4)
     assert main(["simulate", "1f1b", "--find", "--limit", "0.5"]) == 2
     assert "one microbatch at a time needs 1 of memory" in capsys.readouterr().err
+    assert main(["simulate", "1f1b", "--forward", "1e308", "--find"]) == 2
+    assert "--forward: expected a number of at least 0, found 1e+308" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "meshwright", "simulate", "1f1b"]
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

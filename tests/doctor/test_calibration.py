@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,7 +108,23 @@ def test_a_gpu_is_found_by_its_name() -> None:
     ):
         found = this_machine(name)
         assert found is not None and found.name == shipped
-    assert this_machine("cpu") is None and this_machine("NVIDIA GeForce RTX 4090") is None
+    for name in ("cpu", "NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
+        assert this_machine(name) is None
+
+
+@pytest.mark.parametrize(
+    ("major", "generation"), [(7, "ampere"), (8, "ampere"), (9, "hopper"), (10, "blackwell")]
+)
+def test_older_gpus_count_as_the_oldest_generation(
+    major: int, generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = SimpleNamespace(
+        name="NVIDIA Mine", total_memory=2**34, multi_processor_count=40, major=major
+    )
+    monkeypatch.setattr(calibration, "answer_of", lambda *_: MEASURED)
+    monkeypatch.setattr(calibration.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(calibration.torch.cuda, "get_device_properties", lambda _: about)
+    assert calibration.calibrate(1.0).generation == generation
 
 
 @pytest.mark.parametrize(
@@ -126,7 +143,21 @@ def test_calibrate_refuses(
     assert problem in printed and len(printed.splitlines()) == 1
 
 
-@pytest.mark.parametrize("line", ["launch = -1.0", "lunch = 1.0", "launch = nan"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "launch = -1.0",
+        "lunch = 1.0",
+        "launch = nan",
+        "latency = 1e308",
+        "links = 0",
+        "exchange = 5",
+        "product_ampere = 0",
+        "data_overlap = 5",
+        "contention = 0.5",
+        "scores = 1e9",
+    ],
+)
 def test_a_wrong_constant_is_one_line(line: str, tmp_path: Path) -> None:
     sizes = "memory_gib peak_tflops matmul_tflops memory_gbps intra_gbps inter_gbps"
     text = "".join(f"{name} = 1.0\n" for name in sizes.split())

@@ -74,6 +74,12 @@ def test_a_published_run_is_predicted(tmp_path: Path) -> None:
     assert any("allocated sc21-5" in line for line in found.lines())
 
 
+def test_a_source_alone_cannot_be_left_out(tmp_path: Path) -> None:
+    file = _file(tmp_path, ROW, ROW)
+    with pytest.raises(PlanError, match="--leave-out: expected runs of at least two sources"):
+        score(file, leave_out=True)
+
+
 def test_what_a_row_leaves_open_is_the_cheapest_recompute_that_fits(tmp_path: Path) -> None:
     how = []
     for gib in (20, 60, 76, 90, 400):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,19 @@ def test_a_wrong_size_is_one_line_that_names_its_field(
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_the_window_of_a_configuration_counts_where_it_is_used() -> None:
+    windowed = LLAMA | {"sliding_window": 1024}
+    assert from_config(windowed, None).window == 1024
+    for other in ({"use_sliding_window": False}, {"layer_types": ["full_attention"] * 32}):
+        assert from_config(windowed | other, None).window == 0
+
+
+def test_an_official_configuration_without_the_key_is_tied_as_its_type() -> None:
+    for config, is_tied in ((GPT2, True), (LLAMA, False)):
+        left = {key: value for key, value in config.items() if "tie" not in key}
+        assert from_config(left, None).tied is is_tied
+
+
 def test_a_configuration_without_a_size_is_named() -> None:
     with pytest.raises(PlanError, match="num_hidden_layers"):
         from_config({key: value for key, value in LLAMA.items() if "layers" not in key}, None)
@@ -131,6 +145,7 @@ def test_shipped_machines_read_and_others_are_refused(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "mine.toml"))
 
 
-def test_too_many_layers_are_refused_before_any_search() -> None:
-    with pytest.raises(PlanError, match="layers"):
-        ModelShape(layers=10**6, hidden=64, heads=4, ffn=256, vocab=100, seq=16)
+def test_layers_that_cannot_be_are_refused_before_any_search() -> None:
+    for size in (10**6, math.nan, 2.0, -1, 0):
+        with pytest.raises(PlanError, match="layers"):
+            ModelShape(layers=size, hidden=64, heads=4, ffn=256, vocab=100, seq=16)  # pyrefly: ignore

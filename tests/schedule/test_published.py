@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from support.internals.schedule import Costs, build, lower, refilled, simulate
+from support.internals.schedule import Costs, build, lower, simulate
+from support.schedule import refilled
 
 SEQUENCE = 1024
 

@@ -19,9 +19,9 @@ from support.internals.schedule import (
     check,
     check_lowered,
     lower,
-    refilled,
     simulate,
 )
+from support.schedule import refilled
 
 
 class Case(NamedTuple):
@@ -192,11 +192,16 @@ def test_without_a_barrier_the_longest_rank_counts() -> None:
     ("change", "limits", "text"),
     [
         ({"forward": [1.0, 1.0]}, None, "forward: expected 4 stages, found 2"),
-        ({"weight": math.nan}, None, r"weight\[0\]: expected a finite size >= 0, found nan"),
-        ({"input": [1.0, 1.0, -1.0, 1.0]}, None, r"input\[2\]: expected a finite size >= 0, found"),
-        ({"deferred": -1.0}, None, r"deferred\[0\]: expected a finite size >= 0, found -1.0"),
+        ({"weight": math.nan}, None, r"weight\[0\]: expected a size of 0 to 1e100, found nan"),
+        (
+            {"input": [1.0, 1.0, -1.0, 1.0]},
+            None,
+            r"input\[2\]: expected a size of 0 to 1e100, found",
+        ),
+        ({"forward": 1e308}, None, r"forward\[0\]: expected a size of 0 to 1e100, found 1e\+308"),
+        ({"deferred": -1.0}, None, r"deferred\[0\]: expected a size of 0 to 1e100, found -1.0"),
         ({}, [1.0], "limits: expected 2 ranks, found 1"),
-        ({}, [1.0, math.nan], r"limits\[1\]: expected a finite size"),
+        ({}, [1.0, math.nan], r"limits\[1\]: expected a size of 0"),
     ],
 )
 def test_costs_that_do_not_fit(

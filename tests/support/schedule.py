@@ -9,8 +9,8 @@ they read. The result does not depend on time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
@@ -22,16 +22,20 @@ from support.internals.schedule import (
     RECV_F,
     SEND_B,
     SEND_F,
+    B,
+    Costs,
     F,
+    I,
     Message,
     W,
+    arrange,
     parts_of,
     read,
     received,
     sent,
 )
 
-__all__ = ["OrderedTransfer", "check_ordered", "check_rows", "issued"]
+__all__ = ["OrderedTransfer", "check_ordered", "check_rows", "issued", "refilled"]
 
 Lane = Callable[[Message], Hashable]
 """A function that returns the communicator of a message."""
@@ -192,3 +196,26 @@ def _text(message: Message) -> str:
     operation, stage, target, microbatch, _, _ = message
     kind = "outputs" if operation is SEND_F else f"gradients for stage {target}"
     return f"{kind} of stage {stage}, microbatch {microbatch}"
+
+
+def refilled(
+    schedule: Schedule, costs: Costs, limits: Sequence[float] | None = None
+) -> Schedule | None:
+    """Keep the order of F and I of each rank, and put its W where it would idle at ``costs``.
+
+    From `zb2p` on, with limits of ``2 * ranks`` activations, this is ZB-2p for a model's costs.
+    Returns None where the order does not fit.
+    """
+    orders = [
+        [
+            [
+                part._replace(operation=I) if part.operation is B else part
+                for action in schedule.actions(rank)
+                for part in parts_of(action)
+                if part.operation is not W
+            ]
+        ]
+        for rank in range(schedule.ranks)
+    ]
+    done = arrange(orders, schedule, costs, limits)
+    return None if done is None else replace(schedule, rows=tuple(map(tuple, done.rows)))

@@ -68,13 +68,9 @@ class PlanCommand:
             raise PlanError(
                 "expected a MODEL: a config.json, a model's .toml, or package.module:function"
             )
-        for name, value in (("--gpus", self.gpus), ("--batch", self.batch + 1)):
-            if not 0 < value < 10_000_000:
-                raise PlanError(
-                    f"{name}: expected 1 to 10,000,000, found {getattr(self, name[2:])}"
-                )
-        if self.seq < 0:
-            raise PlanError(f"--seq: expected at least 0, found {self.seq}")
+        for name, least in (("gpus", 1), ("batch", 0), ("seq", 0)):
+            if not least <= (value := getattr(self, name)) <= 10_000_000:
+                raise PlanError(f"--{name}: expected {least} to 10,000,000, found {value:,}")
         default = str(calibrated_file()) if calibrated_file().exists() else "h100"
         hardware = load_hardware(self.hardware or default)
         about: dict[str, Any] = {}

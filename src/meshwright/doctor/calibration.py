@@ -42,12 +42,12 @@ def calibrate(seconds: float) -> Hardware:
     shipped = this_machine(name, calibrated=False)
     rate, links = found["bfloat16"] / 1e12, found["links"] / 1e9
     measured = {each: found[each] for each in ("half_size", "launch", "latency")}
-    generation: Any = {8: "ampere", 9: "hopper"}.get(major, "blackwell")
+    generation: Any = "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
     return Hardware(
         name=name,
         generation=generation,
         memory_gib=memory / 2**30,
-        peak_tflops=shipped.peak_tflops if shipped else rate,
+        peak_tflops=max(shipped.peak_tflops, rate) if shipped else rate,
         matmul_tflops=rate,
         matmul_fp32_tflops=found["float32"] / 1e12,
         memory_gbps=found["memory"] / 1e9,
@@ -111,7 +111,7 @@ def rates(communicator: Communicator, seconds: float) -> dict[str, Any]:
         if dtype == usual:
             # A product of smallest dim s has s / (s + half) of the largest rate.
             halves = [size * (found[dtype] / rate - 1) for size, rate in by_size.items()]
-            found["half_size"] = statistics.median(halves)
+            found["half_size"] = max(1.0, statistics.median(halves))
     source = tensor(2 ** (28 if is_gpu else 24))
     target = torch.empty_like(source)
     found["memory"] = 2.0 * source.nbytes / timed(0.1, lambda: target.copy_(source))

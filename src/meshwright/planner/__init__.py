@@ -27,7 +27,6 @@ Bottom-up:
 from __future__ import annotations
 
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,24 +43,6 @@ if TYPE_CHECKING:
         trace_model,
     )
 
-_HOME = MappingProxyType(
-    {
-        "Hardware": "hardware",
-        "ModelShape": "shapes",
-        "ModelTrace": "traced",
-        "RankBytes": "rehearsed",
-        "Score": "scoring",
-        "UnitTrace": "traced",
-        "best_layouts": "search",
-        "load_hardware": "hardware",
-        "model_shape": "shapes",
-        "named_model": "traced",
-        "recompute_for": "traced",
-        "rehearse": "rehearsed",
-        "score": "scoring",
-        "trace_model": "traced",
-    }
-)
 __all__ = [
     "Hardware",
     "ModelShape",
@@ -81,9 +62,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    # The last two, which import torch, are asked for what no other has.
+    homes = ("hardware", "shapes", "search", "scoring", "traced", "rehearsed")
+    modules = (import_module(f"{__name__}.{home}") for home in homes)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def __dir__() -> list[str]:

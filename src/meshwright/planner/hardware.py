@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from meshwright.errors import PlanError
-from meshwright.planner.constants import Constants
+from meshwright.planner.constants import Constants, ranges
 from meshwright.settings import Above, AtLeast, Problem
 from meshwright.toml_source import read_file
 
@@ -50,10 +50,20 @@ class Hardware:
     """What no data sheet says: fitted, or where `--calibrate` measured it, this machine's."""
 
     def problems(self) -> Iterator[Problem]:
-        """Check the constants."""
-        for name, value in asdict(self.constants).items():
-            if value < 0:
-                yield Problem(("constants", name), f"{name}: expected at least 0, found {value}")
+        """Check that numbers are possible: constants within a hundred times their ranges."""
+        # Shares and seconds are at most 1, slowdowns at least.
+        limits = {
+            name: (low if low == 1 else low / 100, 1 if high <= 1 else 100 * high)
+            for name, (low, high) in ranges().items()
+        }
+        for name, value in {**vars(self), **asdict(self.constants)}.items():
+            least, most = limits.get(name, (1e-9, 1e9))
+            if isinstance(value, int | float) and not least <= value <= most:
+                key = ("constants", name) if name in ranges() else (name,)
+                yield Problem(key, f"{name}: expected {least:g} to {most:g}, found {value:g}")
+        if (found := self.matmul_tflops) > (most := self.peak_tflops):
+            text = f"matmul_tflops: expected at most {most:g} (peak_tflops), found {found:g}"
+            yield Problem(("matmul_tflops",), text)
 
     def peak(self, size: int = 2) -> float:
         """Operations a second that MFU is a share of, for numbers of ``size`` bytes."""
@@ -97,7 +107,8 @@ def this_machine(device: str, *, calibrated: bool = True) -> Hardware | None:
         if found.name == device:
             return found
     words = set(re.split(r"[\s-]+", device.lower()))
-    shipped = [name for name in hardware_names() if words.issuperset(name.split("-"))]
+    names = () if words & {"pcie", "nvl", "mig"} else hardware_names()  # these are slower
+    shipped = [name for name in names if words.issuperset(name.split("-"))]
     return load_hardware(max(shipped, key=len)) if shipped else None
 
 

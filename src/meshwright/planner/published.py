@@ -97,7 +97,6 @@ class PublishedRun:
 
     id: str
     source: str
-    family: str
     tier: str
     question: Question
     seconds: float | None
@@ -222,7 +221,6 @@ def _read(row: _Row) -> PublishedRun | None:
     return PublishedRun(
         row.text("id"),
         source,
-        row.text("family"),
         row.text("tier"),
         likely[0] if len(likely) == 1 else min(likely, key=lambda q: q.seconds(usual)),
         row.number("measured.step_time_s") or row.number("derived.step_time_s"),

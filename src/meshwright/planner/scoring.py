@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.errors import PlanError
 from meshwright.planner.constants import Constants, priors
 from meshwright.planner.fitting import fit, linearize
 from meshwright.planner.published import PublishedRun, Question, published_runs
@@ -95,6 +96,8 @@ def score(path: str, *, leave_out: bool = False) -> Score:
     """
     runs, rows, unknown = published_runs(path)
     timed = [run for run in runs if run.seconds and run.ran and run.tier in ("A", "B", "")]
+    if leave_out and len({run.source for run in timed}) == 1:
+        raise PlanError("--leave-out: expected runs of at least two sources, found one", path)
     fitted_without = _without(timed) if leave_out else {}
     usual = Constants()
     answers: dict[tuple[Question, Constants], float] = {}
@@ -165,15 +168,6 @@ def _sample(
     return [source for source, _, _ in kept], lambda constants: [
         question.seconds(constants) / seconds for _, question, seconds in kept
     ]
-
-
-def fit_to(runs: Sequence[PublishedRun], rounds: int = 3) -> Constants:
-    """Constants that suit ``runs``: those that ship are of all of the published file."""
-    sources, predict = _sample(runs)
-    found = priors()
-    for turn in range(rounds):
-        found = fit(linearize(predict, found), sources, reach=0.5 if turn == 0 else 0.25)
-    return found
 
 
 def _without(runs: Sequence[PublishedRun]) -> dict[str, Constants]:

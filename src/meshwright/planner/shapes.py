@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +41,6 @@ class ModelShape:
     seq: Size
     tied: bool = False
     """The embedding is also the output layer."""
-    dropout: bool = False
-    """GPT's masks of dropout are kept for the backward."""
     experts: Count = 0
     topk: Count = 0
     moe_ffn: Count = 0
@@ -64,11 +63,13 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            limit = {"layers": 100_000, "frozen": 1}.get(name, LIMIT)
-            if isinstance(value, int | float) and name != "saved" and not 0 <= value <= limit:
-                raise PlanError(f"{name}: expected 0 to {limit:,}, found {value:,}")
-        if not self.head_dim and self.hidden < self.heads:
-            raise PlanError(f"heads: expected at most {self.hidden} (hidden), found {self.heads}")
+            limit = {"layers": 100_000, "saved": 1e15, "frozen": 1}.get(name, LIMIT)
+            is_number = isinstance(value, int | float if name in ("saved", "frozen") else int)
+            least = int(name in ("layers", "hidden", "heads", "seq"))
+            if name != "name" and not (is_number and least <= value <= limit):
+                raise PlanError(f"{name}: expected {least} to {limit:,}, found {value}")
+        if not self.head_dim and self.hidden % self.heads:
+            raise PlanError(f"heads: expected to divide {self.hidden} (hidden), found {self.heads}")
         if self.heads % (self.kv_heads or 1):
             raise PlanError(
                 f"kv_heads: expected a divisor of {self.heads} (heads), found {self.kv_heads}"
@@ -77,6 +78,10 @@ class ModelShape:
             raise PlanError(f"topk: expected 1 to {self.experts} (experts), found {self.topk}")
         if self.experts and not self.moe_ffn:
             raise PlanError("moe_ffn: expected the feed-forward size of an expert, found 0")
+        if self.dense_layers > self.layers:
+            raise PlanError(
+                f"dense_layers: expected at most {self.layers} (layers), found {self.dense_layers}"
+            )
 
     @cached_property
     def head(self) -> int:
@@ -175,25 +180,53 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         "hidden": ("hidden_size", "n_embd", "d_model"),
-        "heads": ("num_attention_heads", "n_head", "n_heads"),
-        "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+        "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
         "head_dim": ("qk_nope_head_dim", "head_dim"),
-        "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+        "ffn": (
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+        ),
         "vocab": ("vocab_size",),
         "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         "tied": ("tie_word_embeddings",),
-        "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
-        "topk": ("num_experts_per_tok",),
-        "moe_ffn": ("moe_intermediate_size", "intermediate_size"),
-        "shared_ffn": ("shared_expert_intermediate_size",),
-        "dense_layers": ("first_k_dense_replace",),
+        "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+        "topk": ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"),
+        "moe_ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
+        "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+        "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+        "dense_layers": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
         "q_rank": ("q_lora_rank",),
         "kv_rank": ("kv_lora_rank",),
         "rope_dim": ("qk_rope_head_dim",),
         "v_dim": ("v_head_dim",),
+        "window": ("sliding_window",),
+        "act": ("hidden_act", "hidden_activation", "activation_function", "activation"),
     }
 )
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "codegen")
+# What no key says, by model_type; an activation without a gate says that there are two matrices.
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "two matrices": "gpt2 gpt_neo gpt_neox gptj opt bloom mpt falcon codegen xglm nemotron",
+        "three matrices": "bitnet modernbert-decoder gemma gemma2 gemma3_text vaultgemma",
+        "tied unless told": "bert bert-generation biogpt bloom camembert cohere cohere2 ernie "
+        "cohere2_moe data2vec-text ernie4_5 ernie4_5_moe falcon gemma gemma2 gemma3_text gpt-sw3 "
+        "gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_swa megatron-bert minicpm3 mpt opt "
+        "modernbert-decoder roberta roberta-prelayernorm roformer smollm3 starcoder2 xglm youtu "
+        "vaultgemma xlm-roberta xlm-roberta-xl",
+        "other layers": "big_bird blt cpmant ctrl doge electra gemma3n gemma4_unified "
+        "gemma4_unified_text git hrm_text hy_v4 jetmoe longcat_flash moshi openai-gpt rembert "
+        "roc_bert rwkv xlm xlnet xlstm xmod",
+    }
+)
+_OTHER_KEYS = re.compile(
+    "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|(vision|audio)_config|"
+    "per_layer_input"
+)
+_ATTENTION = re.compile("(full|sliding|chunked|indexed)_attention")
 
 
 def model_shape(path: str, seq: int | None = None) -> ModelShape:
@@ -212,22 +245,47 @@ def model_shape(path: str, seq: int | None = None) -> ModelShape:
 
 def from_config(config: Mapping[str, object], seq: int | None, source: str = "") -> ModelShape:
     """Take the sizes from a Hugging Face configuration; raises ``PlanError`` with the field."""
-    inner = config.get("text_config")
-    config = {**config, **inner} if isinstance(inner, dict) else config
+    inner = [config.get(part) for part in ("attn_config", "ffn_config", "text_config")]
+    parts = [part for part in (*inner[:2], config, inner[2]) if isinstance(part, Mapping)]
+    config = {key: part[key] for part in parts for key in part if part[key] is not None}
     kind = str(config.get("model_type", "model"))
-    found: dict[str, object] = {"name": kind, "glu": kind not in _UNGATED}
-    for name, keys in _NAMES.items():
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if value is not None:
-            found[name] = value
-    hidden = found.get("hidden")
+    kinds = {what: names.split() for what, names in _KINDS.items()}
+    types, feeds, dense = (
+        value if isinstance(value := config.get(key), list) else []
+        for key in ("layer_types", "mlp_layer_types", "mlp_only_layers")
+    )
+    is_other = kind in kinds["other layers"] or any(map(_OTHER_KEYS.search, config))
+    if is_other or not all(_ATTENTION.fullmatch(str(each)) for each in types):
+        raise PlanError(
+            f"model_type: the sizes of '{kind}' are not those of a decoder of equal layers; give "
+            "package.module:function, which makes the model",
+            source,
+        )
+    names = {name: next((k for k in keys if k in config), keys[0]) for name, keys in _NAMES.items()}
+    found = {name: config[key] for name, key in names.items() if key in config}
+    is_gated = re.search("silu|swi|glu", str(found.pop("act", "silu"))) is not None
+    is_gated = is_gated and kind not in kinds["two matrices"]
+    found |= {"name": kind, "glu": is_gated or kind in kinds["three matrices"]}
+    found.setdefault("tied", kind in kinds["tied unless told"])
+    hidden, layers = found.get("hidden"), found.get("layers")
     found.setdefault("ffn", 4 * hidden if isinstance(hidden, int) else 1)
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
+    if config.get("use_sliding_window") is False or (types and "sliding_attention" not in types):
+        found.pop("window", None)
+    shared, each = found.pop("shared", int("intermediate_size_mlp" in config)), found.get("moe_ffn")
+    if shared and "shared_ffn" not in found:
+        found["shared_ffn"], names["shared_ffn"] = shared, names["shared"]
+        if isinstance(shared, int) and isinstance(each, int):
+            found["shared_ffn"] = shared * each
+    step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))
+    if isinstance(step, int) and isinstance(layers, int) and step > 1:
+        found["dense_layers"] = layers - layers // step
+    elif dense or "dense" in feeds:
+        found["dense_layers"] = len(dense) or feeds.count("dense")
     if not found.get("experts"):
         for name in ("experts", "topk", "moe_ffn", "shared_ffn", "dense_layers"):
             found.pop(name, None)
-    shared, each = config.get("n_shared_experts"), found.get("moe_ffn")
-    if "shared_ffn" not in found and isinstance(shared, int) and isinstance(each, int):
-        found["shared_ffn"] = shared * each
     if seq is not None:
         found["seq"] = seq
     missing = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in found]
@@ -236,4 +294,8 @@ def from_config(config: Mapping[str, object], seq: int | None, source: str = "")
         close = nearest(_NAMES[missing[0]][0], list(config))
         hint = f"; did you mean '{close}'?" if close else ""
         raise PlanError(f"expected {keys} (the model's {missing[0]}){hint}", source)
-    return read_tree(found, ModelShape, source=source)
+    try:
+        return read_tree(found, ModelShape)
+    except PlanError as error:
+        theirs = [re.sub(r"\w+", lambda n: names.get(n[0], n[0]), p) for p in error.problems]
+        raise PlanError(theirs, source) from None

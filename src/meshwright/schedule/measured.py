@@ -8,8 +8,8 @@ that the schedule does not explain.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from meshwright.schedule.actions import (
     REDUCE_GRAD,
@@ -24,7 +24,7 @@ from meshwright.schedule.actions import (
     dependencies,
 )
 from meshwright.schedule.lowering import lower
-from meshwright.schedule.simulate import Costs, Simulation, simulate
+from meshwright.schedule.simulate import Costs, simulate
 from meshwright.timeline import Event, Timeline
 
 _COMPUTE = ("F", "B", "I", "W")
@@ -57,7 +57,8 @@ def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None
         return None
     ranks = _ranks(step)
     found = simulate(lower(schedule), costs_of(step, schedule))
-    simulated = _renumbered(found, ranks)
+    events = (replace(e, rank=ranks[e.rank]) for e in found.timeline.events if e.duration)
+    simulated = Timeline(events)
     return Comparison(step, simulated, bubble(step), bubble(simulated), found.peaks)
 
 
@@ -174,20 +175,3 @@ def _action(event: Event) -> Action | None:
         return Action.parse(event.name)
     except RuntimeError:
         return None
-
-
-def _renumbered(found: Simulation, ranks: tuple[int, ...]) -> Timeline:
-    names: Mapping[int, int] = dict(enumerate(ranks))
-    return Timeline(
-        Event(
-            name=event.name,
-            lane=event.lane,
-            rank=names[event.rank],
-            start=event.start,
-            end=event.end,
-            bytes=event.bytes,
-            category=event.category,
-        )
-        for event in found.timeline.events
-        if event.duration
-    )

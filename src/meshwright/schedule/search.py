@@ -48,7 +48,7 @@ def find_schedule(
 
     Stages are assigned to ranks as the built schedules assign them: see `Schedule.stage_ranks`.
     Raises ``ValueError`` for costs or limits of another number of stages or ranks, and for sizes
-    that are negative or not finite; `ScheduleError` where not even one microbatch at a time fits.
+    that are negative or above 1e100; `ScheduleError` where not even one microbatch at a time fits.
     """
     _check(ranks, chunks, costs, limits)
 
@@ -99,8 +99,8 @@ def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None
                 what = "ranks" if name == "limits" else "stages"
                 raise ValueError(f"{name}: expected {expected} {what}, found {len(values)}")
         for number, size in enumerate(values):
-            if not 0 <= size < math.inf and not (name == "limits" and size == math.inf):
-                raise ValueError(f"{name}[{number}]: expected a finite size >= 0, found {size}")
+            if not 0 <= size <= 1e100 and not (name == "limits" and size == math.inf):
+                raise ValueError(f"{name}[{number}]: expected a size of 0 to 1e100, found {size}")
 
 
 def _room(
@@ -111,21 +111,6 @@ def _room(
         return None
     most = chunks * max(at_stage(costs.parameters, s) for s in range(ranks * chunks))
     return [limit - most for limit in limits]
-
-
-def refilled(
-    schedule: Schedule,
-    costs: Costs,
-    limits: Sequence[float] | None = None,
-    patience: float = 0.0,
-) -> Schedule | None:
-    """Keep the order of F and I of each rank, and put its W where it would idle at ``costs``.
-
-    ``limits`` and ``patience`` are those of `arrange`. Returns None where the order does not fit.
-    From `zb2p` on, with limits of ``2 * ranks`` activations, this is ZB-2p for a model's costs.
-    """
-    done = arrange([[row] for row in _order_of(schedule)], schedule, costs, limits, patience)
-    return None if done is None else replace(schedule, rows=tuple(map(tuple, done.rows)))
 
 
 # ------------------------------------------------------------------ what there is to begin with

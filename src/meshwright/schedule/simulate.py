@@ -57,8 +57,6 @@ class Costs:
     """What of it is left between I and W; None: all of it."""
     parameters: PerStage = 0.0
     """The memory of a stage while it is gathered, in the same unit."""
-    boundary_bytes: int = 0
-    """Size of one message."""
 
     def held_between(self) -> PerStage:
         """The memory of a stage for a microbatch between I and W."""
@@ -124,21 +122,6 @@ _LANES = ("compute", "transfer", "gather", "reduce")
 _UNKNOWN = -1.0
 
 
-class _Lane:
-    """The times at which a lane is free, by rank."""
-
-    __slots__ = ("free",)
-
-    def __init__(self, ranks: int) -> None:
-        self.free = [0.0] * ranks
-
-    def take(self, rank: int, ready: float, seconds: float) -> tuple[float, float]:
-        """Occupy the lane once ``ready`` and free; returns start and end."""
-        start = max(self.free[rank], ready)
-        self.free[rank] = end = start + seconds
-        return start, end
-
-
 class _Machine:
     """Simulates all ranks. ``_ends[stage * 8 + column][microbatch]`` is the end time of a result.
 
@@ -153,7 +136,8 @@ class _Machine:
         self._microbatches = schedule.microbatches
         blank = array("d", [_UNKNOWN]) * max(1, self._microbatches)
         self._ends = [blank[:] for _ in range(stages * _COLUMNS)]
-        self._lanes = {name: _Lane(ranks) for name in _LANES}
+        # When each lane is free, by rank.
+        self._lanes = {name: [0.0] * ranks for name in _LANES}
         self._position = [0] * ranks
         self._part = [0] * ranks
         self._compute = [0.0] * ranks
@@ -177,12 +161,12 @@ class _Machine:
         if stuck:
             raise ScheduleError(f"the schedule never ends:\n{draw(self._schedule, stuck)}")
         return Simulation(
-            makespan=max((end for lane in self._lanes.values() for end in lane.free), default=0.0),
+            makespan=max((end for lane in self._lanes.values() for end in lane), default=0.0),
             compute=tuple(self._compute),
             peaks=tuple(self._peaks),
             spans=tuple(
                 max(0.0, end - start)
-                for end, start in zip(self._lanes["compute"].free, self._starts, strict=True)
+                for end, start in zip(self._lanes["compute"], self._starts, strict=True)
             ),
             timeline=Timeline(self._events or ()),
         )
@@ -218,12 +202,12 @@ class _Machine:
                 position += 1
                 continue
             if action.operation not in COMPUTE:
-                self._post(rank, action, clock.free[rank], woken)
+                self._post(rank, action, clock[rank], woken)
                 position += 1
                 continue
             parts = parts_of(action)
             while part_at < len(parts):
-                start = self._start(rank, parts[part_at], clock.free[rank])
+                start = self._start(rank, parts[part_at], clock[rank])
                 if start < 0:
                     self._position[rank], self._part[rank] = position, part_at
                     return woken
@@ -269,7 +253,7 @@ class _Machine:
             seconds += self._seconds[stage * _COLUMNS + 2]
         end = start + seconds
         self._starts[rank] = min(self._starts[rank], start)
-        self._lanes["compute"].free[rank] = end
+        self._lanes["compute"][rank] = end
         self._compute[rank] += seconds
         if operation is F:
             self._hold(rank, at_stage(self._costs.activation, stage))
@@ -302,7 +286,8 @@ class _Machine:
             # The first part of an overlap ends before the row reaches the send.
             made = 0 if operation is SEND_F else 1
             now = self._ends[stage * _COLUMNS + made][k or 0]
-        start, end = self._lanes[lane].take(rank, now, seconds)
+        start = max(self._lanes[lane][rank], now)
+        self._lanes[lane][rank] = end = start + seconds
         if operation is not REDUCE_GRAD:
             self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, end, woken)
         if self._events is not None:
@@ -319,15 +304,8 @@ class _Machine:
             self._peaks[rank] = self._held[rank]
 
     def _event(self, rank: int, action: Action, lane: str, start: float, end: float) -> Event:
-        return Event(
-            name=str(action),
-            lane=lane,
-            rank=rank,
-            start=start,
-            end=end,
-            bytes=self._costs.boundary_bytes if lane == "transfer" else 0,
-            category=str(action.operation),
-        )
+        kind = str(action.operation)
+        return Event(name=str(action), lane=lane, rank=rank, category=kind, start=start, end=end)
 
 
 def at_stage(value: PerStage, stage: int) -> float:

@@ -16,7 +16,7 @@ __getattr__ = names_inside(
         "meshwright.schedule.lowering": "forward_part, lower, with_residency",
         "meshwright.schedule.measured": "bubble, compare, costs_of, last_step, schedule_of",
         "meshwright.schedule.messages": "Message, lanes, parts_of, read, received, sent",
-        "meshwright.schedule.search": "built_schedules, refilled",
+        "meshwright.schedule.search": "built_schedules",
         "meshwright.schedule.simulate": "Costs, simulate",
         "meshwright.schedule.text": "dump_csv, load_csv, parse_csv, to_csv",
     }
