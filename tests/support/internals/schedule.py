@@ -10,7 +10,9 @@ __getattr__ = names_inside(
             "B, BACKWARD, COMPUTE, F, I, PER_MICROBATCH, RECV_B, RECV_F, REDUCE_GRAD, RESHARD, "
             "SEND_B, SEND_F, UNSHARD, W, overlap"
         ),
-        "meshwright.schedule.builders": "BUILDERS, TWO_A_RANK, build, one_f_one_b, stage_ranks, zbv",
+        "meshwright.schedule.builders": (
+            "BUILDERS, TWO_A_RANK, build, one_f_one_b, stage_ranks, zbv"
+        ),
         "meshwright.schedule.checks": "check, check_lowered",
         "meshwright.schedule.list_scheduling": "arrange",
         "meshwright.schedule.lowering": "forward_part, lower, with_residency",
