@@ -89,6 +89,7 @@ def run_predicted(folder: Path, chosen: bool, *overrides: str) -> str:
             os.environ["XDG_CACHE_HOME"] = before
 
 
+@pytest.mark.devices("host", reason="the known machine is a CPU; devices keep one unit more")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -183,6 +184,19 @@ def test_more_ranks_than_cores_share_them(tmp_path: Path, monkeypatch: pytest.Mo
     assert shared.lanes["compute"] > 1.5 * alone.lanes["compute"]
     assert machine.shared(2) == machine
     assert machine.shared(8).memory_gib == machine.memory_gib / 4
+
+
+def test_a_device_still_uses_the_unit_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = known(tmp_path, monkeypatch)
+    trace = open_task(config(tmp_path)).trace(8)
+    plan = Plan.from_toml("axes.shard = 2")
+    host, device = (
+        predict(trace, plan, each).memory["units"]
+        for each in (machine, replace(machine, name="h100"))
+    )
+    assert device - host == 4 * sorted(unit.parameters for unit in trace.units)[-4] > 0
 
 
 def test_what_auto_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,11 +92,11 @@ def answer(
     plan, policy = to_plan(best.layout, shape, blocks), None
     if recomputing and best.layout.recompute == "full" and best.layout.pipeline == 1:
         others = best.memory.total - best.memory.parts["activations"]
-        room = USABLE * hardware.memory_gib * GIB / (1 + OURS.fragments) - others
+        room = USABLE * hardware.memory_gib * GIB / (1 + software.fragments) - others
         policy = recomputing(best.layout.tokens(shape), room)
         plan = replace(plan, train=replace(plan.train, recompute=policy.modules))
         layout = replace(best.layout, recompute_share=policy.share)
-        time = step_time(shape, layout, hardware, OURS, hardware.constants)
+        time = step_time(shape, layout, hardware, software, hardware.constants)
         parts = {**best.memory.parts, "activations": float(policy.peak)}
         best = Candidate(layout, replace(best.memory, parts=parts), time)
     toml = plan.to_toml()

@@ -88,8 +88,9 @@ def predict(trace: ModelTrace, plan: Plan, machine: Hardware) -> Prediction:
     reduce += across.reduce(summed * updated, constants)
     seconds = beside(compute, gather + reduce, constants)
     seconds += constants.optimizer / 4 * master * updated / moved
-    # The current unit and the next two, or all.
-    ahead = sum(sorted(units)[-3:] if reshards else units) if shards > 1 else 0
+    # The current unit and the next two, and on a device the one before, still in use; or all.
+    count = (3 + (machine.name != "cpu")) if reshards else len(units)
+    ahead = sum(sorted(units)[-count:]) if shards > 1 else 0
     memory = {
         "parameters": master * kept,
         "gradients": master * updated,
