@@ -13,11 +13,13 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright import Plan
-from meshwright.composition import check_model
+from meshwright.composition import check_model, parallelize
 from meshwright.plan import match_names
 from meshwright.planner import ModelShape, load_hardware
+from meshwright.testing import Ranks
 from support.hugging_face import model_of
 from support.internals.composition import RULES, chunks_of
 from support.internals.planner import (
@@ -29,6 +31,7 @@ from support.internals.planner import (
     changes,
     families,
     from_config,
+    rank_parameters,
     tensor_rules,
     to_plan,
 )
@@ -140,3 +143,49 @@ def test_rules_of_axis_tensor_are_sets_of_ours_or_the_models_own() -> None:
     bloom = replace(small, name="bloom")
     assert tensor_rules(bloom) is None
     assert {layout.tensor for layout in families(bloom, 4, 8)} == {1}
+
+
+def local_numel(parameter: torch.Tensor) -> int:
+    """Elements that this rank has."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def parameters_of_a_rank(kind: str, plan: str) -> int:
+    """Elements of this rank's parameters after a step in a plan."""
+    ids = torch.arange(64).reshape(8, 8) % 20 + 3
+    trainable = parallelize(
+        model_of(kind, **KINDS[kind]),
+        Plan.from_toml(plan),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=lambda output, _: output["logits"].float().square().mean(),
+        example={"input_ids": ids[:2]},
+    )
+    trainable.step({"input_ids": ids}, torch.zeros(8))
+    return sum(local_numel(each) for each in trainable.module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("Mixtral", RunLayout(shard=4, zero=3, expert=2, micro=2)),
+        ("Mixtral", RunLayout(replicate=4, expert=4, micro=2)),
+        ("Llama", RunLayout(pipeline=2, tensor=2, microbatches=4)),
+        (
+            "Llama",
+            RunLayout(
+                replicate=2, pipeline=2, chunks=3, schedule="interleaved1f1b", microbatches=4
+            ),
+        ),
+        ("Llama", RunLayout(shard=2, zero=2, tensor=2, recompute="full", recompute_share=4 / 9)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_trains_with_the_parameters_that_were_predicted(
+    kind: str, layout: RunLayout, ranks: Ranks
+) -> None:
+    shape = model_and_shape(kind)[1]
+    found = ranks(4, parameters_of_a_rank, kind, to_plan(layout, shape).to_toml())
+    for rank, count in enumerate(found):
+        predicted = layout.kept(*rank_parameters(shape, layout, rank * layout.pipeline // 4))
+        assert count == pytest.approx(predicted, rel=0.05)
