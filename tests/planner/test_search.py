@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright import Plan
+from meshwright import Plan, PlanError
 from meshwright.planner import ModelShape, best_layouts, load_hardware
 from support.internals.planner import (
     GIB,
@@ -84,6 +84,12 @@ def test_where_nothing_fits_the_category_is_named() -> None:
     odd = answer(SMALL, 17, H100, 64)
     assert "divides" in odd.lines[0]
     assert "2040 sequences" in answer(SMALL, 12, H100).lines[0]  # of 2,048, by 12 GPUs
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(0, 8), (2.0, 8), (8, -4), (8, float("nan"))])
+def test_sizes_that_are_none_are_refused(gpus: float, batch: float) -> None:
+    with pytest.raises(PlanError, match="expected whole numbers of GPUs and sequences"):
+        best_layouts(SMALL, gpus, H100, batch=batch)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_layouts_a_little_too_large_do_not_fit() -> None:

@@ -157,6 +157,17 @@ def test_parts_of_a_step_sum_to_it() -> None:
         assert 0.1 < found.work.mfu(found.total, H100.peak()) < 0.8
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_frozen_parameters_are_not_reduced_or_stepped(zero: int) -> None:
+    layout = RunLayout(shard=8, zero=zero)
+    half, whole = (
+        step_time(replace(LLAMA, frozen=frozen), layout, H100, OURS, USUAL).parts
+        for frozen in (0.5, 0.0)
+    )
+    assert half["optimizer"] == pytest.approx(0.5 * whole["optimizer"])
+    assert half["replicate"] + half["shard"] < whole["replicate"] + whole["shard"]
+
+
 def test_what_costs_more_takes_longer() -> None:
     plain = RunLayout(replicate=2, tensor=2, sequence=True, pipeline=2, microbatches=8)
 

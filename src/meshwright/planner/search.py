@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.errors import PlanError
 from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
@@ -121,7 +122,12 @@ def best_layouts(
     software: Software = OURS,
     constants: Constants | None = None,
 ) -> Found:
-    """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them."""
+    """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them.
+
+    Raises ``PlanError`` for numbers that are none.
+    """
+    if not all(isinstance(size, int) and size > 0 for size in (gpus, batch)):
+        raise PlanError(f"expected whole numbers of GPUs and sequences, found {gpus} and {batch}")
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
     constants = constants or hardware.constants
     searcher = Searcher(shape, hardware, software, constants, capacity, batch)

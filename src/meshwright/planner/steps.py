@@ -143,7 +143,8 @@ def shard_seconds(kernels: Kernels) -> tuple[float, float, float]:
         found = group.gather(size * dense, constants)
         return found + (experts.gather(size * expert, constants) if expert else 0.0)
 
-    reduce, vocabulary = kernels.software.reduce_bytes, shape.vocab * shape.hidden / t
+    reduce = kernels.software.reduce_bytes * (1 - shape.frozen)
+    vocabulary = shape.vocab * shape.hidden / t
     gather, scatter = seconds(2.0), seconds(reduce)
     edge = group.gather(2.0 * vocabulary, constants)
     to_forward = gather * shape.layers + edge
@@ -162,7 +163,8 @@ def beside(compute: float, communication: float, constants: Constants) -> float:
 def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
     """Seconds in which gradients and new weights of a step travel between data ranks."""
     layout, constants, t = kernels.layout, kernels.constants, kernels.layout.tensor
-    size, total = kernels.software.reduce_bytes, 0.0
+    trained, total = 1 - kernels.shape.frozen, 0.0
+    size = kernels.software.reduce_bytes * trained
     if layout.is_fully_sharded and layout.pipeline == 1:
         group = Group(layout.replicate, t * layout.shard * layout.context, kernels.hardware)
         return group.reduce(size * layout.kept(dense, expert), constants)
@@ -178,7 +180,7 @@ def data_seconds(kernels: Kernels, dense: float, expert: float) -> float:
         else:
             total += group.gather(size * count, constants)
         if layout.zero:
-            total += group.gather(2.0 * count, constants)
+            total += group.gather(2.0 * trained * count, constants)
     return total
 
 
@@ -229,7 +231,7 @@ def step_time(
     )
     free = max(rank.both for rank in ranks) - gathers
     reduce = exposed(kernels, data_seconds(kernels, dense, expert), free)
-    optimizer = kernels.moved(constants.optimizer * layout.kept(dense, expert))
+    optimizer = kernels.moved(constants.optimizer * (1 - shape.frozen) * layout.kept(dense, expert))
     slow = constants.straggle * math.log2(max(1.0, layout.gpus / hardware.node))
     waiting = m * slowest.waiting
     parts = {

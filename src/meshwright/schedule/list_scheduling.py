@@ -27,8 +27,6 @@ class Arrangement:
     """Rows that a list scheduler has found; times as in `Costs`."""
 
     rows: list[list[Action]]
-    starts: list[float]
-    """The start of each rank's first action."""
     ends: list[float]
     """The end of each rank's last action."""
 
@@ -82,7 +80,7 @@ class _Arranging:
         self._held = [0.0] * count
         self._late: list[deque[Action]] = [deque() for _ in range(count)]
         self._events = [(0.0, rank) for rank in range(count)]
-        self.found = Arrangement([[] for _ in range(count)], [0.0] * count, [0.0] * count)
+        self.found = Arrangement([[] for _ in range(count)], [0.0] * count)
 
     def run(self, queues: Queues) -> Arrangement | None:
         left = [[deque(queue) for queue in listed] for listed in queues]
@@ -128,8 +126,6 @@ class _Arranging:
     def _take(self, rank: int, action: Action, now: float) -> None:
         stage, operation, k, _ = action
         found = self.found
-        if not found.rows[rank]:
-            found.starts[rank] = now
         found.rows[rank].append(action)
         found.ends[rank] = end = now + self._seconds[operation][stage]
         heapq.heappush(self._events, (end, rank))

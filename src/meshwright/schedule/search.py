@@ -35,7 +35,6 @@ def find_schedule(
     chunks: int = 1,
     limits: Sequence[float] | None = None,
     edges: Edges = None,
-    without_barrier: bool = False,
     tries: int = 100,
 ) -> Schedule:
     """Find a schedule of ``chunks`` stages per rank at least as fast as every built one.
@@ -43,8 +42,8 @@ def find_schedule(
     ``costs`` are those of ``ranks * chunks`` stages. ``limits`` are the memory of each rank for
     activations and gathered parameters, in the unit of ``costs``; the built schedules that need
     more do not count. Those with fewer stages per rank count with several neighbors as one stage.
-    The time is the simulated one of a step, or, ``without_barrier`` between steps, the longest of
-    any rank. ``tries`` bounds the local search. The same arguments give the same schedule.
+    The time is the simulated one of a step. ``tries`` bounds the local search. The same arguments
+    give the same schedule.
 
     Stages are assigned to ranks as the built schedules assign them: see `Schedule.stage_ranks`.
     Raises ``ValueError`` for costs or limits of another number of stages or ranks, and for sizes
@@ -56,11 +55,11 @@ def find_schedule(
         found = simulate(lower(schedule), costs, events=False)
         if any(p > n + SLACK * n for p, n in zip(found.peaks, limits or (), strict=False)):
             return math.inf
-        return max(found.spans) if without_barrier else found.makespan
+        return found.makespan
 
     built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
     maps = {schedule.stage_ranks: schedule for schedule in built}
-    search = _Search(costs, _room(ranks, chunks, costs, limits), without_barrier)
+    search = _Search(costs, _room(ranks, chunks, costs, limits))
     for schedule in built:
         search.complete(schedule, [[row] for row in _order_of(schedule)])
     for like in maps.values():
@@ -213,10 +212,9 @@ class _Candidate:
 class _Search:
     """Completes orders, and moves actions of the best."""
 
-    def __init__(self, costs: Costs, room: Sequence[float] | None, without_barrier: bool) -> None:
+    def __init__(self, costs: Costs, room: Sequence[float] | None) -> None:
         self._costs = costs
         self._room = room
-        self._without_barrier = without_barrier
         self.found: list[_Candidate] = []
         """The fastest candidates."""
 
@@ -253,12 +251,7 @@ class _Search:
         self, like: Schedule, queues: list[list[list[Action]]], patience: float
     ) -> _Candidate | None:
         done = arrange(queues, like, self._costs, self._room, patience)
-        if done is None:
-            return None
-        time = max(done.ends)
-        if self._without_barrier:
-            time = max(map(float.__sub__, done.ends, done.starts))
-        return _Candidate(time, like, done, patience)
+        return None if done is None else _Candidate(max(done.ends), like, done, patience)
 
 
 def _moved(row: list[Action], dice: random.Random) -> list[Action] | None:
