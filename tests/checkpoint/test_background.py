@@ -257,7 +257,7 @@ if sys.argv[2] == "raises":
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "status"), [("ends", 0), ("fails", 1), ("raises", 1)])
 def test_a_process_that_ends_waits_for_the_save(tmp_path: Path, how: str, status: int) -> None:
     done = subprocess.run(

@@ -89,7 +89,7 @@ def test_dropout_draws_what_one_process_draws(ranks: Ranks) -> None:
         assert difference is None, difference
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "loss", "length", "context", "train"),
     [
@@ -168,6 +168,7 @@ def body_of_graphs(schedule: str, method: str) -> Any:
     return record(laid, packed())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("schedule", "method"), [("1f1b", "ring"), ("zbv", "all-to-all")])
 def test_graphs_train_as_one_process(ranks: Ranks, schedule: str, method: str) -> None:
     one = given()

@@ -383,6 +383,7 @@ def check_bias() -> None:
     assert all(len(bias.unique()) == 4 for bias in biases(many))
 
 
+@pytest.mark.slow
 def test_bias_has_the_same_bits_after_50_steps(ranks: Ranks) -> None:
     """With evaluation, recomputation and a step that is skipped, none of which counts."""
     ranks(2, check_bias, timeout=300)

@@ -53,6 +53,7 @@ def body(form: str, exchange: str) -> None:
             assert out.shape[0] <= -(-rows // 2) * times, (out.shape, sizes)
 
 
+@pytest.mark.few(12, slow=12)
 @pytest.mark.parametrize("exchange", ["tokens", "pairs"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [2, 4])

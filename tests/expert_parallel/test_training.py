@@ -52,6 +52,7 @@ def check(block: Block, sizes: list[int], exchange: str) -> None:
         torch.testing.assert_close(many.eval()(mine), part(expected, sizes), **CLOSE)
 
 
+@pytest.mark.few(6, slow=6)
 @pytest.mark.parametrize("exchange", ["tokens", "pairs"])
 @pytest.mark.parametrize("form", EXPERTS)
 def test_numbers_are_those_of_one_process(ranks: Ranks, form: str, exchange: str) -> None:

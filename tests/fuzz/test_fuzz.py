@@ -20,23 +20,23 @@ from fuzz.models import ModelSpec
 from fuzz.training import Fault, is_refusal
 from meshwright.errors import CollectiveMismatchError
 
-SLOW = pytest.param(10, 30, marks=pytest.mark.slow)
+SLOW = pytest.param(6, 34, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 24), pytest.param(24, 56, marks=pytest.mark.slow)]
+    ("first", "count"), [(0, 16), pytest.param(16, 64, marks=pytest.mark.slow)]
 )
 def test_drawn_cases_train_as_one_process_or_are_refused_by_name(first: int, count: int) -> None:
     # The same each time, so that whoever sees it fail can run it again.
     _judge(first, count=count)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 10), SLOW])
+@pytest.mark.parametrize(("first", "count"), [(0, 6), SLOW])
 def test_drawn_cases_with_axis_expert(first: int, count: int) -> None:
     _judge(EXPERTS + first, count=count)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 10), SLOW])
+@pytest.mark.parametrize(("first", "count"), [(0, 6), SLOW])
 def test_drawn_cases_with_axis_context(first: int, count: int) -> None:
     _judge(CONTEXT + first, count=count)
 

@@ -146,7 +146,7 @@ LAYOUTS: dict[str, tuple[Sample, Plan]] = {
 }
 
 
-@pytest.mark.few(3, slow=30)
+@pytest.mark.few(2, slow=31)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_plan_trains_as_one_process_with_all_logits(ranks: Ranks, name: str) -> None:
     sample, plan = LAYOUTS[name]

@@ -118,7 +118,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2, slow=7)
+@pytest.mark.few(1, slow=8)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_plan_trains_as_one_process_with_all_logits(ranks: Ranks, name: str) -> None:
     kind, axes, tables = LAYOUTS[name]

@@ -58,6 +58,7 @@ def left_behind(name: str, recompute: tuple[str, ...]) -> int:
     return before - loss.untyped_storage().nbytes()
 
 
+@pytest.mark.few(7, slow=7)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("option", ["keep", "recompute"])
 def test_what_is_alive_after_a_forward_is_what_was_traced(name: str, option: str) -> None:

@@ -35,6 +35,7 @@ def train_briefly(folder: Path) -> RunOutcome:
     return train(config_in(folder), connect(), lambda line: None)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_experts_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
     outcome = ranks(4, train_briefly, tmp_path)[0]
     assert outcome.parity.startswith("parity: expert=4 equals one process over 2 steps in float64")

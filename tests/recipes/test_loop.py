@@ -117,6 +117,7 @@ def facts_in_step_3(folder: Path, *overrides: str) -> dict[str, str]:
     return facts[0] if facts else {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", ["run.resume=never", "run.accept_changes=true"])
 def test_a_report_of_a_run_that_goes_on_has_its_facts(
     ranks: Ranks, tmp_path: Path, given: str

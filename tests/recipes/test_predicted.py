@@ -90,6 +90,7 @@ def run_predicted(folder: Path, chosen: bool, *overrides: str) -> str:
 
 
 @pytest.mark.devices("host", reason="the known machine is a CPU; devices keep one unit more")
+@pytest.mark.few(3, slow=3)
 @pytest.mark.parametrize(
     "layout",
     [
