@@ -501,16 +501,7 @@ def test_simulate_finds_an_order_for_the_costs_of_a_run(
     assert main(["simulate", "1f1b", "--find", "--limit", "0.5"]) == 2
     assert "one microbatch at a time needs 1 of memory" in capsys.readouterr().err
     assert main(["simulate", "1f1b", "--forward", "1e308", "--find"]) == 2
-    assert "--forward: expected a number of at least 0, found 1e+308" in capsys.readouterr().err
-
-
-def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-    command = [sys.executable, "-m", "meshwright", "simulate", "1f1b"]
-    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writes)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    assert "--forward: expected a number from 0 to 1e100, found 1e+308" in capsys.readouterr().err
 
 
 def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -560,10 +551,13 @@ def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_p
         (["loopedbfs", "--stages", "6"], "--stages: expected a multiple of the 4 ranks, found 6"),
         (["none.csv"], "none.csv: No such file or directory"),
         (["none.json"], "none.json: No such file or directory"),
-        (["gpipe", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
+        (["gpipe", "--limit", "-1"], "--limit: expected a number from 0 to 1e100, found -1"),
         (["gpipe", "--ranks", "0"], "expected at least 1 for the number of ranks, found 0"),
-        (["gpipe", "--forward", "-1"], "--forward: expected a number of at least 0, found -1"),
-        (["gpipe", "--transfer", "nan"], "--transfer: expected a number of at least 0, found nan"),
+        (["gpipe", "--forward", "-1"], "--forward: expected a number from 0 to 1e100, found -1"),
+        (
+            ["gpipe", "--transfer", "nan"],
+            "--transfer: expected a number from 0 to 1e100, found nan",
+        ),
         (["gpipe", "--write", "/dev/null/x.csv"], "/dev/null/x.csv: Not a directory"),
         (["gpipe", "--page", "/dev/null/x.html"], "/dev/null/x.html: Not a directory"),
     ],

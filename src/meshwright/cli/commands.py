@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,14 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _run(words)
-        sys.stdout.flush()
+        return _run(words)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return status
 
 
 def _run(words: list[str]) -> int:
@@ -63,8 +57,6 @@ def _run(words: list[str]) -> int:
                 return fail(name, *str(error).splitlines(), status=1)
             except MeshwrightError as error:
                 return fail(name, one_line(error), status=1)
-            except BrokenPipeError:
-                raise
             except OSError as error:
                 where = f"{error.filename}: {error.strerror}"
                 return fail(name, where if error.filename else one_line(error), status=2)

@@ -59,7 +59,7 @@ def at_least_0(option: str, given: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1e100:  # sums of larger ones are not finite
-        raise ValueError(f"{option}: expected a number of at least 0, found {given}")
+        raise ValueError(f"{option}: expected a number from 0 to 1e100, found {given}")
     return value
 
 

@@ -55,7 +55,7 @@ ROOM_LINES: dict[str, int] = {
     "__main__": 8,
     "axes": 159,
     "checkpoint": 5934,
-    "cli": 1056,
+    "cli": 1048,
     "comm": 16094,
     "compiler": 1236,
     "composition": 5924,
