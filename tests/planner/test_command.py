@@ -194,7 +194,7 @@ def test_a_wrong_model_is_one_line_with_its_field(
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"hidden_size": {}}, "hidden"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of 4 (num_att"),
-        ({"text_config": {"vocab_size": -3}}, "vocab"),
+        ({"text_config": {"vocab_size": -3}}, "model_type"),
         ({"num_attention_heads": 5}, "num_attention_heads: expected to divide 64 (hidden_s"),
         ({"model_type": "jamba", "mamba_d_state": 16}, "model_type"),
         ({"num_local_experts": -1}, "experts"),

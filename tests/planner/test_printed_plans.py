@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from torch.distributed.tensor import DTensor
 
 from meshwright import Plan
 from meshwright.composition import check_model, parallelize
+from meshwright.errors import MeshwrightError
 from meshwright.plan import match_names
 from meshwright.planner import ModelShape, load_hardware
 from meshwright.testing import Ranks
@@ -28,6 +31,7 @@ from support.internals.planner import (
     RunLayout,
     Searcher,
     Software,
+    can_cut,
     changes,
     families,
     from_config,
@@ -117,6 +121,61 @@ def test_a_plan_is_the_layout_that_was_predicted_and_can_be_run(kind: str) -> No
     )
 
 
+TYPES = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CUTS = {
+    "": {"shard": RANKS, "zero": 3, "recompute": "full", "recompute_share": 0.5},
+    "pipeline": {"pipeline": 2, "replicate": 4, "microbatches": 4},
+    "tensor": {"tensor": 2, "replicate": 4},
+    "context": {"context": 2, "replicate": 4},
+    "expert": {"expert": 2, "shard": RANKS, "zero": 3},
+}
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The defaults of a type, with eight layers and no dropout."""
+    base = transformers.AutoConfig.for_model(kind).to_dict()
+    lengths = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    lists = ("layer_types", "mlp_layer_types")
+    return {
+        **dict.fromkeys([key for key in lengths if key in base][:1], 8),
+        **{key: base[key][:8] for key in lists if isinstance(base.get(key), list)},
+        **dict.fromkeys([key for key in base if re.search("drop(out|out_prob)?$", key)], 0.0),
+        **({"is_decoder": True} if "is_decoder" in base else {}),
+    }
+
+
+def small_model(kind: str) -> tuple[Any, ModelShape] | None:
+    """A model of a type, and what the planner knows of it, if both take the type's defaults."""
+    try:
+        from_config(transformers.AutoConfig.for_model(kind).to_dict(), 64)
+        config = transformers.AutoConfig.for_model(kind, **sizes_of(kind))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception:  # transformers' own defaults can be impossible, in many ways
+        return None
+    return model, from_config(json.loads(model.config.to_json_string()), 64)
+
+
+@pytest.mark.slow
+def test_plans_of_all_types_that_are_taken_name_their_modules() -> None:
+    taken, problems = 0, list[str]()
+    for kind in TYPES:
+        if (built := small_model(kind)) is None:
+            continue
+        model, shape = built
+        for axis, layout in CUTS.items():
+            if (axis == "expert" and not shape.experts) or (axis and not can_cut(shape, axis)):
+                continue
+            plan = to_plan(RunLayout(**layout), shape)
+            try:
+                check_model(model, plan, RANKS)
+            except MeshwrightError as error:
+                problems.append(f"{kind}, {axis}: {error}")
+        taken += 1
+    assert not problems, "\n".join(problems)
+    assert taken > 80
+
+
 def test_stages_of_a_chain_recompute_equally_many_layers() -> None:
     shape = model_and_shape("Llama")[1]
     blocks = [f"model.layers.{index}" for index in range(LAYERS)]
@@ -142,7 +201,8 @@ def test_rules_of_axis_tensor_are_sets_of_ours_or_the_models_own() -> None:
     assert tensor_rules(replace(small, name="phi3")) == "model"
     bloom = replace(small, name="bloom")
     assert tensor_rules(bloom) is None
-    assert {layout.tensor for layout in families(bloom, 4, 8)} == {1}
+    axes = {axis for layout in families(bloom, 4, 8) for axis in layout.axes}
+    assert axes == {"replicate", "shard"}
 
 
 def local_numel(parameter: torch.Tensor) -> int:

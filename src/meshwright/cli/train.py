@@ -70,7 +70,7 @@ class TrainCommand:
     plan: Annotated[Literal["given", "auto"], tyro.conf.arg(metavar="given|auto")] = "given"
     """auto: take the sizes of axes replicate and shard, passes and recomputing that the planner
     finds fastest on this machine, and show what it predicts in the report."""
-    rehearse: Annotated[int, tyro.conf.arg(metavar="RANK")] = -1
+    rehearse: Annotated[int | None, tyro.conf.arg(metavar="RANK")] = None
     """Train nothing: print the bytes of a rank, by a step of it without the others."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
     """Short for --run.resume."""
@@ -101,11 +101,11 @@ class TrainCommand:
         if (axes := config.plan.over(ranks).axes) != config.plan.axes:
             overrides.append(f"axes.dp_shard={axes.size('shard') * axes.size('expert')}")
             config = read_config(self.config, overrides)
-        if self.rehearse >= 0:
-            print(open_task(config).rehearse(self.rehearse))
-            return 0
         if _UNDER_LAUNCHER not in os.environ:
             _check(config, ranks)
+        if self.rehearse is not None:
+            print(open_task(config).rehearse(self.rehearse))
+            return 0
         if is_launched() or ranks == 1:
             return _train_here(config)
         if ranks > (cores := usable_cores()) and not torch.cuda.is_available():

@@ -128,9 +128,9 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(file.name[:-5] for file in found if file.name.endswith(".toml")))
 
 
-def load_hardware(name: str) -> Hardware:
+def load_hardware(name: str | Path) -> Hardware:
     """Read a shipped file by its name, or any file that ends in .toml; raises ``PlanError``."""
-    if name.endswith(".toml"):
+    if (name := str(name)).endswith(".toml"):
         return read_file(name, Hardware)
     if name not in hardware_names():
         known = ", ".join(hardware_names())

@@ -153,18 +153,48 @@ LAYER_LISTS: Mapping[str, str] = MappingProxyType(
             ("gpt2", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "falcon", "bloom"),
             "transformer.h",
         ),
+        **dict.fromkeys(("bert", "bert-generation", "megatron-bert"), "bert.encoder.layer"),
+        **dict.fromkeys(
+            ("camembert", "roberta", "xlm-roberta", "xlm-roberta-xl"), "roberta.encoder.layer"
+        ),
+        "biogpt": "biogpt.layers",
+        "data2vec-text": "data2vec_text.encoder.layer",
+        "ernie": "ernie.encoder.layer",
         "gpt_neox": "gpt_neox.layers",
+        "gpt_neox_japanese": "gpt_neox_japanese.layers",
         "mpt": "transformer.blocks",
         "opt": "model.decoder.layers",
+        "roberta-prelayernorm": "roberta_prelayernorm.encoder.layer",
+        "roformer": "roformer.encoder.layer",
     }
 )
 """The list of layers in Hugging Face's models, by type, where it is not ``model.layers``."""
 _RULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "gpt2", "gpt_neox")
 
 
+_WITHOUT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("bitnet", "modernbert-decoder", "persimmon", "stablelm", "xglm"), "tensor"
+        ),
+        **dict.fromkeys(("mpt", "falcon"), "tensor context"),
+        "bloom": "tensor context pipeline",
+        "llama4_text": "expert",
+    }
+)
+"""Axes that cannot cut Hugging Face's models of a type: they carry no rules, add positions to their
+masks, or have a backward or experts of their own kind."""
+
+
 def tensor_rules(shape: ModelShape) -> str | None:
     """The rules of axis tensor: a set of ours, or the model's own; None: there are none."""
     return shape.name if shape.name in _RULES else None if shape.name in LAYER_LISTS else "model"
+
+
+def can_cut(shape: ModelShape, axis: str) -> bool:
+    """Whether models of the type can be cut over the axis."""
+    has_rules = axis != "tensor" or tensor_rules(shape) is not None
+    return has_rules and axis not in _WITHOUT.get(shape.name, "").split()
 
 
 def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:

@@ -83,7 +83,8 @@ def answer(
     """
     if not batch:
         batch = max(1, 2**22 // shape.seq)
-        batch -= batch % gpus if batch > gpus else 0
+        data = next(size for size in range(min(gpus, batch), 0, -1) if gpus % size == 0)
+        batch -= batch % data  # so that the data ranks of some layout divide it
     found = best_layouts(shape, gpus, hardware, batch=batch, software=software)
     if found.best is None:
         lines = [_nothing(found, hardware, gpus, batch)]
@@ -136,7 +137,7 @@ def _nothing(found: Found, hardware: Hardware, gpus: int, batch: int) -> str:
         )
     largest = found.least.largest
     return (
-        f"nothing fits: the least of {found.considered:,} layouts needs "
+        f"nothing fits: the least of {found.considered:,} layouts of {batch} sequences needs "
         f"{_of(found.least.total, hardware)}, of it {found.least.parts[largest] / GIB:.3g} for "
         f"{largest}"
     )

@@ -21,9 +21,9 @@ from meshwright.planner.layouts import (
     V_SCHEDULES,
     RunLayout,
     Software,
+    can_cut,
     rank_layers,
     rank_parameters,
-    tensor_rules,
 )
 from meshwright.planner.memory import (
     GIB,
@@ -47,6 +47,8 @@ from meshwright.planner.steps import (
     shard_seconds,
     step_time,
 )
+from meshwright.settings import Origin
+from meshwright.toml_source import review
 
 SCHEDULES = (
     *((name, 1) for name in ("1f1b", "gpipe", "zb1p", "zb2p")),
@@ -92,13 +94,14 @@ def _divisors(count: int, most: int) -> list[int]:
 def families(shape: ModelShape, gpus: int, batch: int) -> Iterator[RunLayout]:
     """All degrees: layouts that differ in no size of a weight, of one rank's or of all."""
     splits = math.gcd(shape.heads, shape.kv_heads or shape.heads)
-    for tensor in _divisors(splits if tensor_rules(shape) else 1, 64):
-        for pipeline in _divisors(gpus, shape.layers):
-            for context in (1, 2, 4, 8, 16):
+    experts = (shape.experts or 1) if can_cut(shape, "expert") else 1
+    for tensor in _divisors(splits if can_cut(shape, "tensor") else 1, 64):
+        for pipeline in _divisors(gpus, shape.layers if can_cut(shape, "pipeline") else 1):
+            for context in (1, 2, 4, 8, 16) if can_cut(shape, "context") else (1,):
                 data, rest = divmod(gpus, tensor * pipeline * context)
                 if rest or not data or batch % data or (context > 1 and shape.seq % (2 * context)):
                     continue
-                for expert in _divisors(math.gcd(shape.experts or 1, data), data):
+                for expert in _divisors(math.gcd(experts, data), data):
                     for shard in _divisors(data // expert, data):
                         sharers = shard * expert if shard > 1 else 1
                         for zero in (0,) if shard == 1 else (3,) if pipeline > 1 else (2, 3):
@@ -124,10 +127,12 @@ def best_layouts(
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them.
 
-    Raises ``PlanError`` for numbers that are none.
+    Raises ``PlanError`` for impossible numbers, of ``hardware`` too.
     """
     if not all(isinstance(size, int) and size > 0 for size in (gpus, batch)):
         raise PlanError(f"expected whole numbers of GPUs and sequences, found {gpus} and {batch}")
+    if problems := review(hardware, Origin(hardware.name)):
+        raise Origin(hardware.name).error(problems)
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
     constants = constants or hardware.constants
     searcher = Searcher(shape, hardware, software, constants, capacity, batch)

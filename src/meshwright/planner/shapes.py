@@ -223,15 +223,15 @@ _KINDS: Mapping[str, str] = MappingProxyType(
     }
 )
 _OTHER_KEYS = re.compile(
-    "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|(vision|audio)_config|"
-    "per_layer_input"
+    "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|(text|vision|audio)_config|"
+    "per_layer_input|d_kv"
 )
 _ATTENTION = re.compile("(full|sliding|chunked|indexed)_attention")
 
 
-def model_shape(path: str, seq: int | None = None) -> ModelShape:
+def model_shape(path: str | Path, seq: int | None = None) -> ModelShape:
     """Read a model's TOML or Hugging Face config.json; raises ``PlanError`` with the field."""
-    if path.endswith(".toml"):
+    if (path := str(path)).endswith(".toml"):
         shape = read_file(path, ModelShape)
         return shape if seq is None else read_tree({**vars(shape), "seq": seq}, ModelShape)
     try:
@@ -245,8 +245,8 @@ def model_shape(path: str, seq: int | None = None) -> ModelShape:
 
 def from_config(config: Mapping[str, object], seq: int | None, source: str = "") -> ModelShape:
     """Take the sizes from a Hugging Face configuration; raises ``PlanError`` with the field."""
-    inner = [config.get(part) for part in ("attn_config", "ffn_config", "text_config")]
-    parts = [part for part in (*inner[:2], config, inner[2]) if isinstance(part, Mapping)]
+    inner = [config.get(part) for part in ("attn_config", "ffn_config")]
+    parts = [part for part in (*inner, config) if isinstance(part, Mapping)]
     config = {key: part[key] for part in parts for key in part if part[key] is not None}
     kind = str(config.get("model_type", "model"))
     kinds = {what: names.split() for what, names in _KINDS.items()}
@@ -255,6 +255,7 @@ def from_config(config: Mapping[str, object], seq: int | None, source: str = "")
         for key in ("layer_types", "mlp_layer_types", "mlp_only_layers")
     )
     is_other = kind in kinds["other layers"] or any(map(_OTHER_KEYS.search, config))
+    is_other |= config.get("is_encoder_decoder") is True
     if is_other or not all(_ATTENTION.fullmatch(str(each)) for each in types):
         raise PlanError(
             f"model_type: the sizes of '{kind}' are not those of a decoder of equal layers; give "

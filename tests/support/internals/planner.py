@@ -13,7 +13,7 @@ __getattr__ = names_inside(
         ),
         "meshwright.planner.kernels": "Kernels, PassTimes",
         "meshwright.planner.layouts": (
-            "LAYER_LISTS, RunLayout, Software, rank_layers, rank_parameters, rank_stages, "
+            "LAYER_LISTS, RunLayout, Software, can_cut, rank_layers, rank_parameters, rank_stages, "
             "stage_layers, tensor_rules"
         ),
         "meshwright.planner.memory": "GIB, USABLE, flights, layer_activations, rank_memory",
