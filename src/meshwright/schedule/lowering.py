@@ -152,11 +152,6 @@ class _RankProgress:
     index: int = 0
     unsent: deque[Message] = field(default_factory=deque)
 
-    def go_on(self, produced: Iterable[Message]) -> None:
-        """Advance to the next compute action; ``produced`` messages must be sent first."""
-        self.unsent.extend(produced)
-        self.index += 1
-
 
 class _Posts:
     """Finds the compute action before which each RECV is posted."""
@@ -237,5 +232,6 @@ class _Posts:
             action = row[place.index]
             if any(message not in arrived for message in self._wanted_by(action)):
                 return has_moved
-            place.go_on(self._sent_by(action))
+            place.unsent.extend(self._sent_by(action))
+            place.index += 1
             has_moved = True

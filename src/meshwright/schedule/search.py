@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, F, I, Schedule, W
 from meshwright.schedule.builders import BUILDERS, Edges
-from meshwright.schedule.list_scheduling import SLACK, Arrangement, arrange
+from meshwright.schedule.list_scheduling import SLACK, arrange, greedy
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.messages import parts_of
 from meshwright.schedule.simulate import Costs, at_stage, simulate
@@ -59,27 +60,34 @@ def find_schedule(
 
     built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
     maps = {schedule.stage_ranks: schedule for schedule in built}
-    search = _Search(costs, _room(ranks, chunks, costs, limits))
-    for schedule in built:
-        search.complete(schedule, [[row] for row in _order_of(schedule)])
-    for like in maps.values():
-        for is_deep in (True, False):
-            search.complete(like, _greedy(like, is_deep=is_deep))
-    search.improve(_bound(maps, costs, microbatches), tries)
+    room = _room(ranks, chunks, costs, limits)
+    begins = [(schedule, [[row] for row in _order_of(schedule)]) for schedule in built]
+    begins += [
+        (like, greedy(like, is_deep=deep)) for like in maps.values() for deep in (True, False)
+    ]
+    found = sorted(
+        (
+            _Candidate(done[1], patience, done[0])
+            for like, queues in begins
+            for patience in PATIENCE
+            if (done := arrange(queues, like, costs, room, patience))
+        ),
+        key=lambda candidate: candidate.time,
+    )[:4]
+    if found:
+        bound = _bound(maps, costs, microbatches)
+        found.insert(0, _improved(found[0], costs, room, bound, tries))
     single = [] if limits is None else [_one_by_one(like) for like in maps.values()]
-    best = min([*built, *(found.schedule() for found in search.found), *single], key=time_of)
-    if time_of(best) == math.inf:
-        _refuse(single[0], costs, limits or ())
+    automatic = (replace(each.schedule, name="automatic") for each in found)
+    best = min([*built, *automatic, *single], key=time_of)
+    if limits is not None and time_of(best) == math.inf:
+        peaks = simulate(lower(single[0]), costs, events=False).peaks
+        rank = max(range(ranks), key=lambda r: peaks[r] - limits[r])
+        raise ScheduleError(
+            f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the limit "
+            f"is {limits[rank]:g}: raise the limit, or take smaller microbatches"
+        )
     return best
-
-
-def _refuse(single: Schedule, costs: Costs, limits: Sequence[float]) -> None:
-    peaks = simulate(lower(single), costs, events=False).peaks
-    rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
-    raise ScheduleError(
-        f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the limit is "
-        f"{limits[rank]:g}: raise the limit, or take smaller microbatches"
-    )
 
 
 def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None) -> None:
@@ -170,17 +178,6 @@ def _order_of(schedule: Schedule) -> Order:
     ]
 
 
-def _greedy(like: Schedule, *, is_deep: bool) -> list[list[list[Action]]]:
-    """Queue what is ready by stage: I first, then F of later stages (``is_deep``) or of earlier."""
-    queues = []
-    for rank in range(like.ranks):
-        mine = like.stages_of(rank)
-        order = [(s, I) for s in mine]
-        order += [(s, F) for s in (reversed(mine) if is_deep else mine)]
-        queues.append([[Action(s, o, k) for k in range(like.microbatches)] for s, o in order])
-    return queues
-
-
 # -------------------------------------------------------------------------------- the search
 
 
@@ -196,62 +193,32 @@ def _bound(maps: Iterable[tuple[int, ...]], costs: Costs, microbatches: int) -> 
     return found
 
 
-@dataclass(slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """An order of F and I, completed."""
 
     time: float
-    like: Schedule
-    done: Arrangement
     patience: float
-
-    def schedule(self) -> Schedule:
-        return replace(self.like, name="automatic", rows=tuple(map(tuple, self.done.rows)))
+    schedule: Schedule
 
 
-class _Search:
-    """Completes orders, and moves actions of the best."""
-
-    def __init__(self, costs: Costs, room: Sequence[float] | None) -> None:
-        self._costs = costs
-        self._room = room
-        self.found: list[_Candidate] = []
-        """The fastest candidates."""
-
-    def complete(self, like: Schedule, queues: list[list[list[Action]]]) -> None:
-        """Complete ``queues`` on the stages of ``like`` with every patience."""
-        for patience in PATIENCE:
-            found = self._completed(like, queues, patience)
-            if found is not None:
-                self.found.append(found)
-        self.found.sort(key=lambda candidate: candidate.time)
-        del self.found[4:]
-
-    def improve(self, bound: float, tries: int) -> None:
-        """Move single actions of the best candidate, as long as it becomes no slower."""
-        if not self.found:
-            return
-        dice, best = random.Random(0), self.found[0]
-        order = _order_of(best.schedule())
-        for _ in range(tries):
-            if best.time <= bound * (1 + SLACK):
-                break
-            rank = dice.randrange(len(order))
-            moved = _moved(order[rank], dice)
-            if moved is None:
-                continue
-            queues = [[row if n != rank else moved] for n, row in enumerate(order)]
-            found = self._completed(best.like, queues, best.patience)
-            if found is not None and found.time <= best.time:
-                best = found
-                order[rank] = moved
-        self.found.insert(0, best)
-
-    def _completed(
-        self, like: Schedule, queues: list[list[list[Action]]], patience: float
-    ) -> _Candidate | None:
-        done = arrange(queues, like, self._costs, self._room, patience)
-        return None if done is None else _Candidate(max(done.ends), like, done, patience)
+def _improved(
+    best: _Candidate, costs: Costs, room: Sequence[float] | None, bound: float, tries: int
+) -> _Candidate:
+    """Move single actions of ``best``, as long as it becomes no slower."""
+    dice, order = random.Random(0), _order_of(best.schedule)
+    for _ in range(tries):
+        if best.time <= bound * (1 + SLACK):
+            break
+        rank = dice.randrange(len(order))
+        moved = _moved(order[rank], dice)
+        if moved is None:
+            continue
+        queues = [[row if n != rank else moved] for n, row in enumerate(order)]
+        done = arrange(queues, best.schedule, costs, room, best.patience)
+        if done is not None and done[1] <= best.time:
+            best = _Candidate(done[1], best.patience, done[0])
+            order[rank] = moved
+    return best
 
 
 def _moved(row: list[Action], dice: random.Random) -> list[Action] | None:

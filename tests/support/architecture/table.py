@@ -82,7 +82,7 @@ ROOM_LINES: dict[str, int] = {
     "reference": 257,
     "report": 982,
     "sampling": 339,
-    "schedule": 2595,
+    "schedule": 2496,
     "settings": 156,
     "tensor_parallel": 3400,
     "testing": 3396,
