@@ -102,12 +102,9 @@ class PublishedRun:
     seconds: float | None
     memory_gib: float | None
     memory_kind: str
+    memory_rank: int | None
+    """The rank of axis pipeline whose memory was printed; None: the largest."""
     ran: bool
-
-    @property
-    def memory_rank(self) -> int | None:
-        """The rank of axis pipeline whose memory was printed; None: the largest."""
-        return self.question.layout.pipeline - 1 if self.source in LAST_RANK else None
 
 
 class _Row:
@@ -159,9 +156,7 @@ class _Row:
         return PlanError(f"{path}: expected {expected}, found {found!r}", self.name)
 
 
-@cache
-def _machine(name: str) -> Hardware:
-    return load_hardware(name)
+_machine = cache(load_hardware)
 
 
 def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
@@ -226,6 +221,7 @@ def _read(row: _Row) -> PublishedRun | None:
         row.number("measured.step_time_s") or row.number("derived.step_time_s"),
         row.number("measured.peak_mem_gib"),
         row.text("measured.peak_mem_kind"),
+        row.whole("parallel.pp") - 1 if source in LAST_RANK else None,
         kind != "oom",
     )
 
@@ -241,10 +237,6 @@ def _shape(row: _Row) -> ModelShape:
     }  # fmt: skip
     sizes: dict[str, Any] = {ours: row.count(f"model.{theirs}") for ours, theirs in names.items()}
     sizes["head_dim"] = row.count("model.mla.qk_head_dim") or sizes["head_dim"]
-    for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"):
-        row.whole(f"model.{name}", 0)
-        if not sizes[name]:
-            raise row.wrong(f"model.{name}", "a whole number of at least 1", None)
     flags = {"glu": bool(row.get("model.glu")), "tied": bool(row.get("model.tied_embeddings"))}
     try:
         return ModelShape(name=row.text("model.name") or "model", **sizes, **flags)

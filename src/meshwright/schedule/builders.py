@@ -430,7 +430,7 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 )
 """The builders by the names that a plan uses."""
 
-V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
+V_SHAPED = ("zbv", "dualpipev", "vhalf", "vmin")
 """Schedules on the V map, with exactly two stages per rank."""
 
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", *V_SHAPED)

@@ -75,7 +75,7 @@ ROOM_LINES: dict[str, int] = {
     "mesh": 7,
     "pipelining": 8052,
     "plan": 469,
-    "planner": 3841,
+    "planner": 3808,
     "precision": 79,
     "randomness": 1114,
     "recipes": 3902,
