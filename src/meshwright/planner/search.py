@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from meshwright.errors import PlanError
@@ -60,6 +61,9 @@ SHORTLIST = 40
 """Layouts that are predicted in full."""
 REPLAYED = 4
 """Of these, those whose schedules are simulated at most: until the fastest is one of them."""
+
+
+_SECONDS = attrgetter("time.total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +150,12 @@ def best_layouts(
                 heapq.heappushpop(heap, entry)
     shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
     found = [searcher.candidate(layout) for layout in shortlist]
-    found = sorted((c for c in found if c.memory.total <= capacity), key=_seconds)
+    found = sorted((c for c in found if c.memory.total <= capacity), key=_SECONDS)
     replayed: set[RunLayout] = set()
     while found and found[0].layout not in replayed and len(replayed) < REPLAYED:
         replayed.add(found[0].layout)
         found[0] = searcher.candidate(found[0].layout, replay=True)
-        found.sort(key=_seconds)
+        found.sort(key=_SECONDS)
     pareto: list[Candidate] = []
     for candidate in found:
         if not pareto or candidate.memory.total < 0.97 * pareto[-1].memory.total:
@@ -163,10 +167,6 @@ def best_layouts(
         searcher.fitting,
         rank_memory(shape, searcher.least, software) if searcher.least else None,
     )
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.time.total
 
 
 class _PipelineEnd(NamedTuple):

@@ -21,9 +21,8 @@ r and ``2 * ranks - 1 - r``, so that the first and the last stage are on one ran
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, B, F, I, Schedule, W, overlap
@@ -31,15 +30,6 @@ from meshwright.schedule.list_scheduling import Queues, arrange, greedy
 from meshwright.schedule.lowering import forward_part
 
 Edges = Iterable[tuple[int, int]] | None
-
-
-class Builder(Protocol):
-    """A function that builds a schedule, like the public ones of this module."""
-
-    def __call__(
-        self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
-    ) -> Schedule:
-        """Build the schedule of ``chunks`` stages per rank; without ``edges`` a chain of stages."""
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
@@ -414,7 +404,7 @@ class _VRow:
 
 # -------------------------------------------------------------------------- by name
 
-BUILDERS: Mapping[str, Builder] = MappingProxyType(
+BUILDERS = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,

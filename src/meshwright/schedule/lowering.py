@@ -27,9 +27,7 @@ from meshwright.schedule.messages import Message, parts_of, produced, read, sent
 MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
 
 
-def lower(
-    schedule: Schedule, *, unsharded: int = 3, residency: bool = True, reduce: bool = True
-) -> Schedule:
+def lower(schedule: Schedule, *, unsharded: int = 3, reduce: bool = True) -> Schedule:
     """Add all other actions to ``schedule``, which has compute actions only.
 
     At most ``unsharded`` stages of a rank are gathered at a time (at least two if an overlap uses
@@ -49,8 +47,7 @@ def lower(
     for rank, row in enumerate(compute):
         before: list[list[Action]] = [[] for _ in range(len(row) + 1)]
         after: list[list[Action]] = [[] for _ in row]
-        if residency:
-            _add_residency(row, unsharded, before, after)
+        _add_residency(row, unsharded, before, after)
         for position, action in posts[rank]:
             before[position].append(action)
         for index, action in enumerate(row):

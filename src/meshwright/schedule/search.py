@@ -60,7 +60,9 @@ def find_schedule(
 
     built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
     maps = {schedule.stage_ranks: schedule for schedule in built}
-    room = _room(ranks, chunks, costs, limits)
+    # What is left for activations when all stages of a rank are gathered.
+    gathered = chunks * max(at_stage(costs.parameters, s) for s in range(ranks * chunks))
+    room = None if limits is None else [limit - gathered for limit in limits]
     begins = [(schedule, [[row] for row in _order_of(schedule)]) for schedule in built]
     begins += [
         (like, greedy(like, is_deep=deep)) for like in maps.values() for deep in (True, False)
@@ -91,33 +93,20 @@ def find_schedule(
 
 
 def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None) -> None:
-    stages = ranks * chunks
-    named = {
+    named: dict[str, float | Sequence[float]] = {
         name: getattr(costs, name)
         for name in ("forward", "input", "weight", "transfer", "activation", "parameters")
     }
     named["deferred"] = costs.held_between()
-    for name, value in (*named.items(), ("limits", math.inf if limits is None else limits)):
-        if isinstance(value, int | float):
-            values: Sequence[float] = (value,)
-        else:
-            values, expected = value, ranks if name == "limits" else stages
-            if len(values) != expected:
-                what = "ranks" if name == "limits" else "stages"
-                raise ValueError(f"{name}: expected {expected} {what}, found {len(values)}")
+    named["limits"] = math.inf if limits is None else limits
+    for name, value in named.items():
+        values = (value,) if isinstance(value, int | float) else value
+        what, expected = ("ranks", ranks) if name == "limits" else ("stages", ranks * chunks)
+        if values is value and len(values) != expected:
+            raise ValueError(f"{name}: expected {expected} {what}, found {len(values)}")
         for number, size in enumerate(values):
             if not 0 <= size <= 1e100 and not (name == "limits" and size == math.inf):
                 raise ValueError(f"{name}[{number}]: expected a size of 0 to 1e100, found {size}")
-
-
-def _room(
-    ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None
-) -> list[float] | None:
-    """The memory of each rank that is left for activations when all its stages are gathered."""
-    if limits is None:
-        return None
-    most = chunks * max(at_stage(costs.parameters, s) for s in range(ranks * chunks))
-    return [limit - most for limit in limits]
 
 
 # ------------------------------------------------------------------ what there is to begin with
