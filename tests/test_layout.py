@@ -121,18 +121,16 @@ def test_short_and_empty_last_chunks() -> None:
 @given(
     st.lists(awkward, max_size=5),
     st.integers(1, 40),
-    st.sampled_from([1, 4]),
     st.sampled_from([1, 4, 16]),
 )
 def test_pieces_of_all_parts_cover_every_element_once(
-    all_shapes: list[Shape], parts: int, shard_alignment: int, tensor_alignment: int
+    all_shapes: list[Shape], parts: int, tensor_alignment: int
 ) -> None:
     layout = FlatLayout.pack(
         [f"p{i}" for i in range(len(all_shapes))],
         all_shapes,
         "float32",
         parts,
-        shard_alignment=shard_alignment,
         tensor_alignment=tensor_alignment,
     )
     covered: list[tuple[int, int]] = []
@@ -151,9 +149,8 @@ def test_pieces_of_all_parts_cover_every_element_once(
     whole = [(i, e) for i, shape in enumerate(all_shapes) for e in range(math.prod(shape))]
     assert covered == whole
     assert layout.numel == len(whole) <= layout.extent <= layout.padded_size
-    assert layout.shard_size % shard_alignment == 0
     assert all(offset % tensor_alignment == 0 for offset in layout.offsets)
-    assert layout.padded_size - layout.extent < parts * shard_alignment
+    assert layout.padded_size - layout.extent < parts
 
 
 def test_flat_layout_as_drawn() -> None:
@@ -173,7 +170,7 @@ def test_more_parts_than_elements() -> None:
 
 def test_a_thousand_parts_of_a_thousand_tensors() -> None:
     names = [f"layers.{i}.weight" for i in range(1000)]
-    layout = FlatLayout.pack(names, [(1009, 127)] * 1000, "bfloat16", 1024, shard_alignment=8)
+    layout = FlatLayout.pack(names, [(1009, 127)] * 1000, "bfloat16", 1024)
     assert sum(piece.numel for part in range(1024) for piece in layout.owned(part)) == layout.numel
 
 

@@ -298,15 +298,14 @@ class FlatLayout(LineLayout):
         dtype: str,
         parts: int,
         *,
-        shard_alignment: int = 1,
         tensor_alignment: int = 1,
     ) -> FlatLayout:
         """Pack tensors in the given order.
 
-        Each tensor begins at a multiple of ``tensor_alignment`` and each shard has a multiple of
-        ``shard_alignment`` elements. A shard may end within a tensor, at any element.
+        Each tensor begins at a multiple of ``tensor_alignment``. A shard may end within a tensor,
+        at any element.
         """
-        _check_packing(names, shapes, parts, (shard_alignment, tensor_alignment))
+        _check_packing(names, shapes, parts, tensor_alignment)
         dtype_bytes(dtype)
         offsets: list[int] = []
         end = 0
@@ -320,7 +319,7 @@ class FlatLayout(LineLayout):
             parts=parts,
             offsets=tuple(offsets),
             extent=end,
-            shard_size=_round_up(-(-end // parts), shard_alignment),
+            shard_size=-(-end // parts),
         )
 
     @staticmethod
@@ -333,7 +332,7 @@ class FlatLayout(LineLayout):
         dims: Sequence[int] | None = None,
     ) -> ChunkedLayout:
         """Cut each tensor along its own dim (dim 0 when None); see `ChunkedLayout`."""
-        _check_packing(names, shapes, parts, (1, 1))
+        _check_packing(names, shapes, parts)
         dtype_bytes(dtype)
         dims = tuple(dims) if dims is not None else (0,) * len(names)
         _check_dims(names, shapes, dims)
@@ -520,10 +519,7 @@ def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Seq
 
 
 def _check_packing(
-    names: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    parts: int,
-    alignments: tuple[int, int],
+    names: Sequence[str], shapes: Sequence[Sequence[int]], parts: int, alignment: int = 1
 ) -> None:
     if len(names) != len(shapes):
         raise LayoutError(
@@ -532,10 +528,10 @@ def _check_packing(
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if list(names).count(name) > 1})
         raise LayoutError(f"expected each tensor once, found {', '.join(twice)} more than once")
-    if parts < 1 or min(alignments) < 1:
+    if parts < 1 or alignment < 1:
         raise LayoutError(
-            f"expected at least 1 part and alignments of at least 1, found {parts} parts and "
-            f"alignments {alignments}"
+            f"expected at least 1 part and an alignment of at least 1, found {parts} parts and "
+            f"alignment {alignment}"
         )
 
 

@@ -59,7 +59,7 @@ def model_and_shape(kind: str) -> tuple[Any, ModelShape]:
 
 def proposed(shape: ModelShape, software: Software = TRACED) -> Iterator[RunLayout]:
     """All layouts of 8 ranks."""
-    searcher = Searcher(shape, H100, software, H100.constants, 1e18, BATCH)
+    searcher = Searcher(shape, H100, software, 1e18, BATCH)
     for family in families(shape, RANKS, BATCH):
         for _, _, choice in searcher.estimates(family):
             yield searcher.layout(family, *choice)

@@ -106,7 +106,7 @@ def test_what_fits_by_the_estimate_fits_in_full() -> None:
         layers=8, hidden=1024, heads=8, ffn=4096, vocab=128_000, seq=2048,
         experts=8, topk=2, moe_ffn=2048, dense_layers=3,
     )  # fmt: skip
-    searcher = Searcher(mixture, H100, OURS, H100.constants, 1e18, 16)
+    searcher = Searcher(mixture, H100, OURS, 1e18, 16)
     for family in families(mixture, 4, 16):
         for seconds, memory, choice in searcher.estimates(family):
             full = searcher.candidate(searcher.layout(family, *choice))

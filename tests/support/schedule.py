@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
@@ -218,4 +218,4 @@ def refilled(
         for rank in range(schedule.ranks)
     ]
     done = arrange(orders, schedule, costs, limits)
-    return None if done is None else replace(schedule, rows=tuple(map(tuple, done.rows)))
+    return None if done is None else done[0]

@@ -26,16 +26,17 @@ from torch.utils.checkpoint import CheckpointFunction
 
 import meshwright
 from meshwright.testing import Ranks
-from meshwright.torch_internals import (
+from support.internals.torch_internals import (
     autograd,
     distributed,
     modules,
+    required,
     simulation,
     tensors,
     tracing,
     trees,
+    variable_of,
 )
-from meshwright.torch_internals.required import required, variable_of
 
 ROOM = Path(meshwright.__file__).parent / "torch_internals"
 

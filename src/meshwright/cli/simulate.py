@@ -96,7 +96,15 @@ class SimulateCommand:
             holders = sorted(set(ran.stage_ranks))
             ranks = tuple(holders.index(rank) for rank in ran.stage_ranks)
             return replace(ran, rows=rows, stage_ranks=ranks), costs_of(step, ran)
-        order = self._order()
+        if self.schedule.endswith(".csv"):
+            order = compute_part(load_csv(self.schedule))
+        elif self.stages % max(1, self.ranks):
+            raise ValueError(
+                f"--stages: expected a multiple of the {self.ranks} ranks, found {self.stages}"
+            )
+        else:
+            chunks = self.stages // max(1, self.ranks) or None
+            order = build(self.schedule, self.ranks, self.microbatches, chunks)
         costs = Costs.shared(len(order.stages_of(0)), self.forward, self.input, self.weight)
         return order, replace(costs, transfer=self.transfer)
 
@@ -111,13 +119,3 @@ class SimulateCommand:
             print(f"{each.name:<16} {step.makespan:.5g}, holds at most {max(step.peaks):g}{fits}")
         print()
         return found
-
-    def _order(self) -> Schedule:
-        if self.schedule.endswith(".csv"):
-            return compute_part(load_csv(self.schedule))
-        if self.stages % max(1, self.ranks):
-            raise ValueError(
-                f"--stages: expected a multiple of the {self.ranks} ranks, found {self.stages}"
-            )
-        chunks = self.stages // max(1, self.ranks) or None
-        return build(self.schedule, self.ranks, self.microbatches, chunks)

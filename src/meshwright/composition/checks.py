@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from meshwright.comm.dtensors.after_hooks import has_hooks
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.carried_plans import carries, stage_starts
 from meshwright.composition.context_rules import context_problems
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.expert_rules import expert_problems
-from meshwright.composition.own_model import hooked, hooked_parameters
+from meshwright.composition.own_model import hooked
 from meshwright.composition.pipelined import schedule_of
 from meshwright.composition.stages import chunks_of, order_of
 from meshwright.composition.tensor_rules import rule_problems
@@ -72,8 +73,8 @@ def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     ranks, pipeline = plan.axes.size("pipeline"), plan.pipeline
     if ranks == 1:
         return
-    for name in hooked_parameters(model.named_parameters())[:1]:
-        yield Problem(("axes", "pipeline"), hooked(name))
+    if names := [name for name, parameter in model.named_parameters() if has_hooks(parameter)]:
+        yield Problem(("axes", "pipeline"), hooked(names[0]))
     if pipeline.split == "model" and not stage_starts(model):
         yield Problem(
             ("pipeline", "split"),

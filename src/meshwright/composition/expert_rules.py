@@ -85,7 +85,8 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             "True), computed from this rank's tokens. Set it to False and give [expert] auxiliary "
             'and balance = "global", or set balance = "rank"',
         )
-    if expert.bias_rate is not None and not _has_bias(model):
+    buffers = (name.rpartition(".")[2] for name, _ in model.named_buffers())
+    if expert.bias_rate is not None and BIAS not in buffers:
         yield Problem(
             ("expert", "bias_rate"),
             f"axis expert: bias_rate moves buffers {BIAS}, and {type(model).__name__} has none. "
@@ -106,10 +107,6 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 f"axis expert with pipeline = {stages}: a stage does not see which tokens are "
                 f"padding, which must not count. Leave {key} out, or set pipeline = 1",
             )
-
-
-def _has_bias(model: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == BIAS for name, _ in model.named_buffers())
 
 
 def with_balance(

@@ -189,7 +189,7 @@ def cut_over_tensor(
         part = module.get_submodule(name)
         if isinstance(part, Dropout):
             # Between sharded layers its input has a shard of the features.
-            part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
+            part.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
 
 
 def split_over_experts(

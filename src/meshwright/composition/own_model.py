@@ -30,13 +30,13 @@ schedule tells the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import has_hooks, hooks_in
+from meshwright.comm.dtensors.after_hooks import hooks_in
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.composition.stages import CutModel
@@ -366,11 +366,6 @@ def hooked(name: str) -> str:
         "`Trainable.named_parameters` between forward_backward and optimizer_step, or clip them by "
         "[train] clip_norm"
     )
-
-
-def hooked_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List the names of parameters that have hooks on their gradients."""
-    return [name for name, parameter in named if has_hooks(parameter)]
 
 
 def _called(name: str, part: nn.Module) -> str:

@@ -20,6 +20,7 @@ from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.torch_internals.tensors import version_of
 
 _JOINED = (
     "join() does not reach into a pipeline, whose schedule reduces the gradients of its stages: "
@@ -178,7 +179,7 @@ class ShardedResidency:
         if found is not None:
             group, index = found
             whole = group.slots[index].leaf
-            group.note_written(index)
+            group.versions[index] = version_of(whole)
             group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
 
     def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:

@@ -32,7 +32,7 @@ def fused_experts(
         weight = leaves[key]
         x, weight = _autocast(x, weight)
         weight = weight if own.is_transposed else weight.transpose(1, 2)
-        y = grouped_product(x, weight, route)
+        y = _GroupedProduct.apply(x, weight, route)
         if not own.has_bias:
             return y
         return y + leaves[f"{key}_bias"].to(y.dtype).index_select(0, experts)
@@ -45,15 +45,12 @@ def fused_experts(
     return own.post_expert_norm(y) if getattr(own, "has_post_expert_norm", False) else y
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
-    """Multiply the rows of each expert by its matrix (in, out) of ``weight``.
+class _GroupedProduct(torch.autograd.Function):
+    """Multiplies the rows of each expert by its matrix (in, out) of ``weight``.
 
     The gradient of ``weight`` has zeros for experts without rows, also where no expert has any.
     """
-    return _GroupedProduct.apply(x, weight, route)
 
-
-class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, route: Route

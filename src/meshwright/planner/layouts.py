@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from meshwright.axes import KNOWN_AXES
 from meshwright.planner.shapes import ModelShape
+from meshwright.schedule.builders import V_SHAPED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +217,9 @@ def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> lis
     return [each + (stage < more) for stage in range(stages)]
 
 
-V_SCHEDULES = ("zbv", "dualpipev", "vhalf", "vmin")
-"""Schedules in which a rank has a stage of the way down and one of the way up."""
-
-
 def rank_stages(layout: RunLayout, rank: int) -> tuple[int, ...]:
     """Stages of one rank of axis pipeline."""
-    if layout.schedule in V_SCHEDULES:
+    if layout.schedule in V_SHAPED:
         return rank, 2 * layout.pipeline - 1 - rank
     return tuple(range(rank, layout.stages, layout.pipeline))
 

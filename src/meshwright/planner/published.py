@@ -20,7 +20,7 @@ from meshwright.planner.hardware import Hardware, load_hardware
 from meshwright.planner.layouts import RunLayout, Software
 from meshwright.planner.memory import GIB, USABLE, rank_memory
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.software import LAST_RANK, SOFTWARE, software_of_row
+from meshwright.planner.software import LAST_RANK, software_of_row
 from meshwright.planner.steps import step_time
 
 _MACHINES: Mapping[str, str] = MappingProxyType(
@@ -102,12 +102,9 @@ class PublishedRun:
     seconds: float | None
     memory_gib: float | None
     memory_kind: str
+    memory_rank: int | None
+    """The rank of axis pipeline whose memory was printed; None: the largest."""
     ran: bool
-
-    @property
-    def memory_rank(self) -> int | None:
-        """The rank of axis pipeline whose memory was printed; None: the largest."""
-        return self.question.layout.pipeline - 1 if self.source in LAST_RANK else None
 
 
 class _Row:
@@ -159,9 +156,7 @@ class _Row:
         return PlanError(f"{path}: expected {expected}, found {found!r}", self.name)
 
 
-@cache
-def _machine(name: str) -> Hardware:
-    return load_hardware(name)
+_machine = cache(load_hardware)
 
 
 def published_runs(path: str) -> tuple[list[PublishedRun], int, int]:
@@ -209,7 +204,7 @@ def _read(row: _Row) -> PublishedRun | None:
     if row.get("parallel.zero_stage") == 3 and software.flash == 3:
         software = replace(software, reduce_bytes=2)  # Megatron's FSDP reduces in 16 bits
     fitting: dict[tuple[int, int], Question] = {}
-    asked = [Question(shape, layout, machine, software) for layout in _layouts(row, source)]
+    asked = [Question(shape, layout, machine, software) for layout in _layouts(row, software)]
     for question in asked:
         key = question.layout.micro, question.layout.chunks
         if key not in fitting and question.fits:
@@ -226,6 +221,7 @@ def _read(row: _Row) -> PublishedRun | None:
         row.number("measured.step_time_s") or row.number("derived.step_time_s"),
         row.number("measured.peak_mem_gib"),
         row.text("measured.peak_mem_kind"),
+        row.whole("parallel.pp") - 1 if source in LAST_RANK else None,
         kind != "oom",
     )
 
@@ -241,10 +237,6 @@ def _shape(row: _Row) -> ModelShape:
     }  # fmt: skip
     sizes: dict[str, Any] = {ours: row.count(f"model.{theirs}") for ours, theirs in names.items()}
     sizes["head_dim"] = row.count("model.mla.qk_head_dim") or sizes["head_dim"]
-    for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"):
-        row.whole(f"model.{name}", 0)
-        if not sizes[name]:
-            raise row.wrong(f"model.{name}", "a whole number of at least 1", None)
     flags = {"glu": bool(row.get("model.glu")), "tied": bool(row.get("model.tied_embeddings"))}
     try:
         return ModelShape(name=row.text("model.name") or "model", **sizes, **flags)
@@ -252,16 +244,11 @@ def _shape(row: _Row) -> ModelShape:
         raise PlanError(f"{row.name}: model.{error}") from None
 
 
-def _layouts(row: _Row, source: str) -> Iterable[RunLayout]:
+def _layouts(row: _Row, software: Software) -> Iterable[RunLayout]:
     """Every layout that a row may mean; of the first recompute the best, then the next."""
     named = row.text("parallel.schedule") or "1f1b"
     pipeline, data = row.whole("parallel.pp"), row.whole("parallel.dp")
-    spread = "+" in named
-    vocabulary = "spread" if spread else "last"
-    if source in SOFTWARE and SOFTWARE[source].balanced:
-        vocabulary = "balanced"
-    if "balance" in str(row.get("extras.layer_layout")):
-        vocabulary = "balanced"
+    is_balanced = software.balanced or "balance" in str(row.get("extras.layer_layout"))
     # Sequential vocabulary passes keep more microbatches, arXiv 2411.05288.
     more = {"vocab-1": 2.0, "vocab-2": 1.0, "interlaced": pipeline / 2}.get(named[5:], 0.0)
     chunks: Sequence[int] = (1,)
@@ -282,7 +269,7 @@ def _layouts(row: _Row, source: str) -> Iterable[RunLayout]:
         context=row.whole("parallel.cp"),
         expert=row.whole("parallel.ep"),
         bytes=_BYTES.get(row.text("precision"), 1),
-        vocabulary=vocabulary,
+        vocabulary="balanced" if is_balanced else "spread" if "+" in named else "last",
         extra_flights=more,
     )
     for micro in micros:

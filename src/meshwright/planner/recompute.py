@@ -80,7 +80,7 @@ def choose(
             "a policy for each layer needs scipy: pip install 'meshwright[planner]'"
         ) from error
     first = np.cumsum([0, *map(len, units)])
-    count = int(first[-1])
+    choices = int(first[-1])
     keepers: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for unit, options in enumerate(units):
         for number, option in enumerate(options):
@@ -89,37 +89,40 @@ def choose(
     groups: dict[tuple[tuple[int, frozenset[int]], ...], float] = defaultdict(float)
     for key, by_unit in keepers.items():
         groups[tuple((u, frozenset(c)) for u, c in sorted(by_unit.items()))] += sizes[key] / budget
-    rows: list[dict[int, float]] = [
-        {int(first[unit]) + number: option.again / budget for number, option in enumerate(options)}
-        for unit, options in enumerate(units)
-    ]
-    """Bytes when the backward of each unit begins, as shares of the budget."""
-    links: list[dict[int, float]] = []
+    # A variable for what a unit or an earlier one keeps, for each unit of a group after its first.
+    count = choices + sum(len(group) - 1 for group in groups)
+    one, rows = np.zeros((len(units), count)), np.zeros((len(units), count))
+    """Options of each unit; bytes when its backward begins, as shares of the budget."""
+    links, variable = np.zeros((max(1, 2 * (count - choices)), count)), choices
+    for unit, options in enumerate(units):
+        one[unit, first[unit] : first[unit + 1]] = 1
+        rows[unit, first[unit] : first[unit + 1]] = [option.again / budget for option in options]
     for group, size in groups.items():
-        last: dict[int, float] = {}
+        alive = np.zeros(count)
         for number, (unit, chosen) in enumerate(group):
             end = group[number + 1][0] if number + 1 < len(group) else len(units)
-            alive = dict.fromkeys(chosen, 1.0)
-            if last:  # kept by this unit or an earlier one
-                links += [_less(last, count), _less(alive, count)]
-                alive, count = {count: 1.0}, count + 1
-            last = alive
-            for row in rows[unit:end]:
-                for variable, factor in alive.items():
-                    row[variable] = row.get(variable, 0.0) + size * factor
+            last, alive = alive, np.zeros(count)
+            alive[list(chosen)] = 1
+            if number:
+                pair = slice(2 * (variable - choices), 2 * (variable - choices) + 2)
+                links[pair] = last, alive
+                links[pair, variable] = -1
+                alive = np.zeros(count)
+                alive[variable] = 1
+                variable += 1
+            rows[unit:end] += size * alive
     costs, integral = np.zeros(count), np.zeros(count)
-    costs[: first[-1]] = [option.seconds for options in units for option in options]
-    integral[: first[-1]] = 1
+    costs[:choices] = [option.seconds for options in units for option in options]
+    integral[:choices] = 1
     scale = costs.max() or 1.0
-    one = [dict.fromkeys(range(first[u], first[u + 1]), 1.0) for u in range(len(units))]
     found = milp(
         costs / scale,
         integrality=integral,
         bounds=(0, 1),
         constraints=[
-            LinearConstraint(_matrix(one, count), 1, 1),
-            LinearConstraint(_matrix(rows, count), -np.inf, 1 - 1e-6),
-            LinearConstraint(_matrix(links, count), -np.inf, 0),
+            LinearConstraint(one, 1, 1),
+            LinearConstraint(rows, -np.inf, 1 - 1e-6),
+            LinearConstraint(links, -np.inf, 0),
         ],
         options={"mip_rel_gap": gap, "time_limit": SECONDS},
     )
@@ -143,16 +146,3 @@ def choose(
         share=seconds / (every or 1.0),
         gap=1.0 if found.x is None else float(found.mip_gap or 0.0),
     )
-
-
-def _less(terms: Mapping[int, float], variable: int) -> dict[int, float]:
-    """The row of ``terms - variable``."""
-    return {**terms, variable: -1.0}
-
-
-def _matrix(rows: Sequence[Mapping[int, float]], count: int) -> np.ndarray:
-    found = np.zeros((max(1, len(rows)), count))
-    for number, row in enumerate(rows):
-        for variable, factor in row.items():
-            found[number, variable] += factor
-    return found

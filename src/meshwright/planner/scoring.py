@@ -36,11 +36,6 @@ class Score:
     rows: int
     unknown: int
 
-    @property
-    def time_rows(self) -> int:
-        """Runs whose time was scored."""
-        return sum(map(len, self.times.values()))
-
     def last_line(self) -> str:
         """All of it in one line."""
         pooled = _sizes(self.times)
@@ -49,7 +44,7 @@ class Score:
         return (
             f"score: time median over sources {over:.1%}, pooled {_median(pooled):.1%}, "
             f"p90 {_p90(pooled):.0%}; memory median {_median(memory):.1%}, p90 {_p90(memory):.0%}; "
-            f"rows {self.time_rows} of {self.rows}"
+            f"rows {len(pooled)} of {self.rows}"
         ).replace("%", " %")
 
     def lines(self) -> list[str]:

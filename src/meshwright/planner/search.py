@@ -9,16 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from meshwright.errors import PlanError
-from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
 from meshwright.planner.layouts import (
-    V_SCHEDULES,
     RunLayout,
     Software,
     can_cut,
@@ -47,6 +46,7 @@ from meshwright.planner.steps import (
     shard_seconds,
     step_time,
 )
+from meshwright.schedule.builders import V_SHAPED
 from meshwright.settings import Origin
 from meshwright.toml_source import review
 
@@ -54,7 +54,7 @@ SCHEDULES = (
     *((name, 1) for name in ("1f1b", "gpipe", "zb1p", "zb2p")),
     *(("interleaved1f1b", chunks) for chunks in (2, 3, 4, 6, 8)),
     *(("loopedbfs", chunks) for chunks in (2, 4)),
-    *((name, 2) for name in V_SCHEDULES),
+    *((name, 2) for name in V_SHAPED),
 )
 """Names and chunks of a rank."""
 Choice = tuple[int, float, str, int]
@@ -63,6 +63,9 @@ SHORTLIST = 40
 """Layouts that are predicted in full."""
 REPLAYED = 4
 """Of these, those whose schedules are simulated at most: until the fastest is one of them."""
+
+
+_SECONDS = attrgetter("time.total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,6 @@ def best_layouts(
     *,
     batch: int,
     software: Software = OURS,
-    constants: Constants | None = None,
 ) -> Found:
     """Find the fastest layout of ``batch`` sequences a step on ``gpus`` that fits each of them.
 
@@ -134,8 +136,7 @@ def best_layouts(
     if problems := review(hardware, Origin(hardware.name)):
         raise Origin(hardware.name).error(problems)
     capacity = USABLE * hardware.memory_gib * GIB / (1 + software.fragments)
-    constants = constants or hardware.constants
-    searcher = Searcher(shape, hardware, software, constants, capacity, batch)
+    searcher = Searcher(shape, hardware, software, capacity, batch)
     heap: list[tuple[float, int, RunLayout]] = []
     front: dict[int, tuple[float, RunLayout]] = {}
     for family in families(shape, gpus, batch):
@@ -154,12 +155,12 @@ def best_layouts(
                 heapq.heappushpop(heap, entry)
     shortlist = {layout for _, _, layout in heap} | {layout for _, layout in front.values()}
     found = [searcher.candidate(layout) for layout in shortlist]
-    found = sorted((c for c in found if c.memory.total <= capacity), key=_seconds)
+    found = sorted((c for c in found if c.memory.total <= capacity), key=_SECONDS)
     replayed: set[RunLayout] = set()
     while found and found[0].layout not in replayed and len(replayed) < REPLAYED:
         replayed.add(found[0].layout)
         found[0] = searcher.candidate(found[0].layout, replay=True)
-        found.sort(key=_seconds)
+        found.sort(key=_SECONDS)
     pareto: list[Candidate] = []
     for candidate in found:
         if not pareto or candidate.memory.total < 0.97 * pareto[-1].memory.total:
@@ -173,10 +174,6 @@ def best_layouts(
     )
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.time.total
-
-
 class _PipelineEnd(NamedTuple):
     """A rank at an end of the pipeline."""
 
@@ -187,38 +184,35 @@ class _PipelineEnd(NamedTuple):
     expert: float
 
 
+@dataclass(slots=True)
 class Searcher:
     """Estimates, with what several layouts share computed once."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        hardware: Hardware,
-        software: Software,
-        constants: Constants,
-        capacity: float,
-        batch: int,
-    ) -> None:
-        self._shape, self._hardware, self._software = shape, hardware, software
-        self._constants, self._capacity = constants, capacity
-        self._batch = batch
-        self.considered = self.fitting = 0
-        self.least: RunLayout | None = None
-        self._least_bytes = math.inf
-        self._layers: dict[tuple[object, ...], tuple[PassTimes, float, float]] = {}
+    shape: ModelShape
+    hardware: Hardware
+    software: Software
+    capacity: float
+    batch: int
+    considered: int = 0
+    fitting: int = 0
+    least: RunLayout | None = None
+    """The layout that comes closest to fitting."""
+    least_bytes: float = math.inf
+    layers: dict[tuple[object, ...], tuple[PassTimes, float, float]] = field(default_factory=dict)
 
     def candidate(self, layout: RunLayout, *, replay: bool = False) -> Candidate:
         """Predict all of one layout."""
-        shape, software = self._shape, self._software
-        asked = shape, layout, self._hardware, software, self._constants
+        shape, software = self.shape, self.software
+        asked = shape, layout, self.hardware, software, self.hardware.constants
         return Candidate(
             layout, rank_memory(shape, layout, software), step_time(*asked, replay=replay)
         )
 
     def estimates(self, family: RunLayout) -> Iterator[tuple[float, float, Choice]]:
         """Yield (seconds, bytes, choice) of what fits, in closed form."""
-        shape, software, p = self._shape, self._software, family.pipeline
-        each = self._batch // family.data
+        shape, software, p = self.shape, self.software, family.pipeline
+        hardware, constants = self.hardware, self.hardware.constants
+        each = self.batch // family.data
         micros = [micro for micro in (1, 2, 4, 8, 16) if each % micro == 0]
         names = [s for s in SCHEDULES if p > 1 and p * s[1] <= shape.layers] or [("1f1b", 1)]
         is_traced = software.traced_stages and p > 1
@@ -226,19 +220,19 @@ class Searcher:
         self.considered += len(micros) * sum(counts)
         loop = self._ends(family)
         floor = max(end.states for end in loop)
-        if floor > self._capacity:
+        if floor > self.capacity:
             self._spoil(floor, family, (micros[0], float(not is_traced), *names[0]))
             return
         ends = {s: self._ends(replace(family, schedule=s[0], chunks=s[1])) for s in names}
-        kernels = Kernels(shape, family, self._hardware, software, self._constants)
+        kernels = Kernels(shape, family, hardware, software, constants)
         travel = max(data_seconds(kernels, end.dense, end.expert) for end in loop)
         kept = max(family.kept(end.dense, end.expert) for end in loop)
-        rest = kernels.moved(self._constants.optimizer * kept)
+        rest = kernels.moved(constants.optimizer * kept)
         sharded = shard_seconds(kernels) if p == 1 and family.is_fully_sharded else None
         for micro in micros:
             count = each // micro
             sized = replace(family, micro=micro)
-            head = Kernels(shape, sized, self._hardware, software, self._constants).head()
+            head = Kernels(shape, sized, hardware, software, constants).head()
             tokens = sized.tokens(shape)
             logits = software.logits_bytes * tokens * shape.vocab
             logits /= 1 if software.whole_logits else family.tensor
@@ -248,7 +242,7 @@ class Searcher:
                 if not is_built(name, p, count):
                     continue
                 first, last = ends[name, chunks]
-                is_first = name in V_SCHEDULES  # it has the output layer, too
+                is_first = name in V_SHAPED  # it has the output layer, too
                 flying = flights(name, p, chunks, count, 0) / chunks
                 landing = flights(name, p, chunks, count, p - 1) / chunks
                 for share in _shares(shape.layers, p * chunks)[: 1 if is_traced else None]:
@@ -264,7 +258,7 @@ class Searcher:
                         last.states + last_kept * landing + (not is_first) * logits,
                     )
                     choice = micro, share, name, chunks
-                    if memory > self._capacity:
+                    if memory > self.capacity:
                         self._spoil(memory, family, choice)
                         continue
                     self.fitting += 1
@@ -278,8 +272,8 @@ class Searcher:
                         back = slowest - forward
                         if sharded:
                             free -= sharded[0] + sharded[1]
-                            forward = beside(forward, sharded[0], self._constants) + sharded[2]
-                            back = beside(back, sharded[1], self._constants)
+                            forward = beside(forward, sharded[0], constants) + sharded[2]
+                            back = beside(back, sharded[1], constants)
                         slowest = forward + back
                     else:
                         fill = (p - 1 / chunks) * drain(name, chunks, work)
@@ -289,18 +283,18 @@ class Searcher:
 
     def _spoil(self, memory: float, family: RunLayout, choice: Choice) -> None:
         """Remember the layout that comes closest to fitting."""
-        if memory < self._least_bytes:
-            self._least_bytes = memory
+        if memory < self.least_bytes:
+            self.least_bytes = memory
             self.least = self.layout(family, *choice)
 
     def _ends(self, family: RunLayout) -> tuple[_PipelineEnd, _PipelineEnd]:
         """The first and the last rank of axis pipeline."""
         found = []
         for rank in (0, family.pipeline - 1):
-            dense, expert = rank_parameters(self._shape, family, rank)
-            parts = states(self._shape, family, self._software, dense, expert)
-            total = sum(parts.values()) + self._software.workspace_gib * GIB
-            layers = rank_layers(self._shape, family, rank)
+            dense, expert = rank_parameters(self.shape, family, rank)
+            parts = states(self.shape, family, self.software, dense, expert)
+            total = sum(parts.values()) + self.software.workspace_gib * GIB
+            layers = rank_layers(self.shape, family, rank)
             found.append(_PipelineEnd(layers, total, dense, expert))
         return found[0], found[1]
 
@@ -311,7 +305,7 @@ class Searcher:
         return replace(
             family,
             micro=micro,
-            microbatches=self._batch // (family.data * micro),
+            microbatches=self.batch // (family.data * micro),
             recompute="full" if share else "none",
             recompute_share=share,
             schedule=schedule,
@@ -334,18 +328,18 @@ class Searcher:
         self, family: RunLayout, micro: int, share: float, *, moe: bool
     ) -> tuple[PassTimes, float, float]:
         key = family.tensor, family.context, family.expert, micro, share, moe
-        if key not in self._layers:
-            shape, software = self._shape, self._software
+        if key not in self.layers:
+            shape, software = self.shape, self.software
             layout = self.layout(family, micro, share, "1f1b", 1)
-            kernels = Kernels(shape, layout, self._hardware, software, self._constants)
+            kernels = Kernels(shape, layout, self.hardware, software, self.hardware.constants)
             whole = layer_activations(shape, layout, software, moe=moe, recompute="none")
             kept = layer_activations(shape, layout, software, moe=moe, recompute="full")
-            self._layers[key] = (
+            self.layers[key] = (
                 kernels.layer(moe=moe),
                 share * kept + (1 - share) * whole,
                 whole if share else 0.0,
             )
-        return self._layers[key]
+        return self.layers[key]
 
 
 @cache

@@ -65,7 +65,7 @@ class ModelShape:
         for name, value in vars(self).items():
             limit = {"layers": 100_000, "saved": 1e15, "frozen": 1}.get(name, LIMIT)
             is_number = isinstance(value, int | float if name in ("saved", "frozen") else int)
-            least = int(name in ("layers", "hidden", "heads", "seq"))
+            least = int(name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
             if name != "name" and not (is_number and least <= value <= limit):
                 raise PlanError(f"{name}: expected {least} to {limit:,}, found {value}")
         if not self.head_dim and self.hidden % self.heads:

@@ -10,7 +10,6 @@ from meshwright.planner.constants import Constants
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.kernels import Kernels, PassTimes
 from meshwright.planner.layouts import (
-    V_SCHEDULES,
     RunLayout,
     Software,
     rank_parameters,
@@ -20,7 +19,7 @@ from meshwright.planner.layouts import (
 from meshwright.planner.network import Group
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.utilization import StepWork
-from meshwright.schedule.builders import BUILDERS, build
+from meshwright.schedule.builders import BUILDERS, V_SHAPED, build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 
@@ -106,7 +105,7 @@ def replayed(layout: RunLayout, stages: Sequence[PassTimes], transfer: float) ->
     Schedules without a builder are counted.
     """
     p, m = layout.pipeline, layout.microbatches
-    rounds = 2 if layout.schedule in ("zb2p", *V_SCHEDULES) else 1
+    rounds = 2 if layout.schedule in ("zb2p", *V_SHAPED) else 1
     if p == 1 or not is_built(layout.schedule, p, m if m <= (rounds + 1) * p else 2 * p):
         return makespan(layout, stages, transfer)
     costs = Costs(

@@ -177,13 +177,14 @@ def trace_model(
     cannot be built or run so.
     """
     flops = FlopCounterMode(display=False, custom_mapping={FLASH_ATTENTION[0]: _attention_flops})
+    like = partial(torch.empty_like, device="cpu")
     computing = compute and torch.autocast("cpu", getattr(torch, compute))
     with without_memory("cpu"):
         try:
             model = build().train()
             run = _TracedRun(model)
             saving = torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor)
-            batch, goal = tree_map_only(torch.Tensor, _like, (example, target))
+            batch, goal = tree_map_only(torch.Tensor, like, (example, target))
             with computing or contextlib.nullcontext(), saving, flops:
                 output = call_module(model, batch)
                 if loss is not None:
@@ -346,10 +347,6 @@ def recompute_for(
         modules[pattern if is_whole else name] = None
     seconds, peak = found.seconds * scale, round(found.peak * scale)
     return replace(found, modules=tuple(modules), seconds=seconds, peak=peak)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _attention_flops(

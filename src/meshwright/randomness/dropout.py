@@ -52,13 +52,10 @@ class Dropout(nn.Dropout):
         super().__init__(p, inplace)
         self.site = site
         self.parts = tuple(parts)
+        """The sharded dims of inputs."""
         self._draws = draws
         self._channel_dims = channel_dims
         self._is_alpha = is_alpha
-
-    def take_part(self, *parts: DimPart) -> None:
-        """Set the sharded dims, ``parts``, of later inputs."""
-        self.parts = parts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Drop some elements of ``input``; in evaluation mode return it unchanged."""

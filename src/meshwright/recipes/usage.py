@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.failures.sameness import sides
 from meshwright.comm.streams import is_host
 from meshwright.composition import Trainable
 from meshwright.composition.checks import recomputed
 from meshwright.gradients.optimizer_list import each_of
+from meshwright.planner.rehearsed import tensors_of
 from meshwright.torch_internals import tensors
 from meshwright.torch_internals.tensors import storage_id
-from meshwright.torch_internals.trees import tree_leaves
 
 
 def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
@@ -47,10 +48,8 @@ def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict
     The peak is the largest of these ranks. All ranks call it together.
     """
     mine = memory_of(trainable, world.device)
-    alike: dict[tuple[float, ...], list[int]] = {}
     rows = world.gather_numbers([*mine.values()], label="memory")
-    for rank, (*held, _) in enumerate(rows):
-        alike.setdefault(tuple(held), []).append(rank)
+    alike = sides(range(len(rows)), [tuple(held) for *held, _ in rows])
     return {
         _text(ranks): dict(
             zip(mine, map(int, [*held, max(rows[rank][-1] for rank in ranks)]), strict=True)
@@ -106,9 +105,7 @@ def memory_in_step(trainable: Trainable) -> Iterator[dict[str, int]]:
 
 
 def _storages(values: object) -> dict[int, torch.UntypedStorage]:
-    held = (
-        leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)
-    )
+    held = (tensor.untyped_storage() for tensor in tensors_of(values))
     return {storage_id(storage): storage for storage in held}
 
 

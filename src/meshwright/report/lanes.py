@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from meshwright.report.svg import seconds, text, time_marks
+from meshwright.report.svg import round_numbers, seconds, text
 from meshwright.timeline import LANES, Event, Timeline
 
 _COLORS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -98,11 +98,11 @@ def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
                 parts += [_event(event, origin, scale, top, high) for event in drawn]
                 top += high + 2
         top += _GAP
-    for x, mark in time_marks(whole, scale):
-        at = _LEFT + x
+    for time in round_numbers(0.0, whole, 8):
+        at = _LEFT + time * scale
         size = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{top - _GAP / 2 + 4:.1f}"'
         parts.append(f'<line {size} class="tick mark"/>')
-        parts.append(text(at, top - _GAP / 2 + 18, mark, "middle", "time mark"))
+        parts.append(text(at, top - _GAP / 2 + 18, seconds(time), "middle", "time mark"))
     size = f'viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {top + _AXIS:.0f}"'
     zoom = f'class="timeline" data-left="{_LEFT}" data-width="{_WIDTH}"'
     return f'<svg {size} {zoom} xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
 
 
 def text(x: float, y: float, words: str, anchor: str, kind: str) -> str:
@@ -23,12 +22,6 @@ def round_numbers(low: float, high: float, count: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
-
-
-def time_marks(whole: float, scale: float) -> Iterator[tuple[float, str]]:
-    """Yield position and label of round times in ``whole`` seconds, at ``scale`` units a second."""
-    for time in round_numbers(0.0, whole, 8):
-        yield time * scale, seconds(time)
 
 
 def seconds(value: float) -> str:

@@ -7,8 +7,8 @@ Bottom-up:
     text             schedules as CSV, or drawn
     simulate         simulated duration and memory
     list_scheduling  an order for each rank, by greedy ranks
-    builders         schedules as functions of ranks, microbatches and chunks
     lowering         adds transfers, gathers and reductions to compute actions
+    builders         schedules as functions of ranks, microbatches and chunks
     checks           checks of a schedule before it runs
     search           a schedule for given costs and memory
     measured         order, costs and bubble of a measured timeline

@@ -21,24 +21,15 @@ r and ``2 * ranks - 1 - r``, so that the first and the last stage are on one ran
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, B, F, I, Schedule, W, overlap
-from meshwright.schedule.list_scheduling import Queues, arrange
+from meshwright.schedule.list_scheduling import Queues, arrange, greedy
+from meshwright.schedule.lowering import forward_part
 
 Edges = Iterable[tuple[int, int]] | None
-
-
-class Builder(Protocol):
-    """A function that builds a schedule, like the public ones of this module."""
-
-    def __call__(
-        self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
-    ) -> Schedule:
-        """Build the schedule of ``chunks`` stages per rank; without ``edges`` a chain of stages."""
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
@@ -61,12 +52,7 @@ def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]
 
 def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
     """Run all forwards, chunk by chunk; no backward."""
-    _check_sizes(ranks, microbatches, chunks)
-    rows = [
-        [Action(chunk * ranks + rank, F, k) for chunk in range(chunks) for k in range(microbatches)]
-        for rank in range(ranks)
-    ]
-    return _loop("forward-only", rows, microbatches, chunks, edges)
+    return forward_part(_breadth_first("forward-only", ranks, microbatches, chunks, edges))
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
@@ -81,13 +67,8 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = No
 
 def _breadth_first(name: str, ranks: int, microbatches: int, chunks: int, edges: Edges) -> Schedule:
     _check_sizes(ranks, microbatches, chunks)
-    rows = []
-    for rank in range(ranks):
-        stages = [chunk * ranks + rank for chunk in range(chunks)]
-        row = [Action(stage, F, k) for stage in stages for k in range(microbatches)]
-        row += [Action(stage, B, k) for stage in reversed(stages) for k in range(microbatches)]
-        rows.append(row)
-    return _loop(name, rows, microbatches, chunks, edges)
+    total = microbatches * chunks
+    return _in_turn(name, ranks, microbatches, chunks, edges, group=microbatches, first=total)
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
@@ -105,16 +86,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = N
             f"Number of microbatches ({microbatches}) must be greater than or equal to the number "
             f"of stages ({ranks})."
         )
-    rows = []
-    for rank in range(ranks):
-        ahead = min(microbatches, ranks - rank)
-        row = [Action(rank, F, k) for k in range(ahead)]
-        for k in range(microbatches):
-            row.append(Action(rank, B, k))
-            if ahead + k < microbatches:
-                row.append(Action(rank, F, ahead + k))
-        rows.append(row)
-    return _loop("1f1b", rows, microbatches, 1, edges)
+    return _in_turn("1f1b", ranks, microbatches, 1, edges, group=microbatches, lead=1)
 
 
 def interleaved_1f1b(
@@ -125,19 +97,10 @@ def interleaved_1f1b(
     Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
     """
     group = _group(ranks, microbatches, chunks, "Interleaved 1F1B")
-    total = microbatches * chunks
-    rows = []
-    for rank in range(ranks):
-        forwards = _forwards(ranks, rank, microbatches, chunks, group)
-        backwards = _backwards(ranks, rank, microbatches, chunks, group)
-        ahead = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
-        row = [Action(stage, F, k) for stage, k in forwards[:ahead]]
-        for turn, (stage, k) in enumerate(backwards):
-            if ahead + turn < total:
-                row.append(Action(forwards[ahead + turn][0], F, forwards[ahead + turn][1]))
-            row.append(Action(stage, B, k))
-        rows.append(row)
-    return _loop("interleaved1f1b", rows, microbatches, chunks, edges)
+    first = (chunks - 1) * group
+    return _in_turn(
+        "interleaved1f1b", ranks, microbatches, chunks, edges, group=group, first=first, lead=2
+    )
 
 
 def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
@@ -146,7 +109,10 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
     Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
     """
     group = _group(ranks, microbatches, chunks, "Zero bubble")
-    return _zero_bubble("zb1p", ranks, microbatches, chunks, group, 1, edges)
+    first = (chunks - 1) * group
+    return _in_turn(
+        "zb1p", ranks, microbatches, chunks, edges, group=group, first=first, lead=1, lag=1
+    )
 
 
 def zb2p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
@@ -159,33 +125,45 @@ def zb2p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
     _check_sizes(ranks, microbatches, chunks)
     if chunks != 1:
         raise ValueError(f"ZB2P has one stage a rank, but got {chunks}. Use zb1p for several")
-    return _zero_bubble("zb2p", ranks, microbatches, 1, microbatches, 2, edges)
+    return _in_turn("zb2p", ranks, microbatches, 1, edges, group=microbatches, lead=2, lag=2)
 
 
-def _zero_bubble(
-    name: str, ranks: int, microbatches: int, chunks: int, group: int, lead: int, edges: Edges
+def _in_turn(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    edges: Edges,
+    *,
+    group: int,
+    first: int = 0,
+    lead: int = 0,
+    lag: int = 0,
 ) -> Schedule:
-    """Forwards run ``lead`` ahead for each rank below, weight halves lag ``lead`` for each above.
+    """Run some forwards ahead, then a forward and a backward in turn; backwards reverse the chunks.
 
-    So the sum of the activations that wait for either is the same on all ranks.
+    Chunk c of a rank is stage ``c * ranks + rank``; each chunk runs ``group`` microbatches in turn.
+    ``first`` forwards run ahead on the last rank, and ``lead`` more for each rank below another.
+    With ``lag`` backwards are halves, and weight halves lag by it for each rank above: as large as
+    ``lead``, it makes the sum of the activations that wait for either the same on all ranks.
     """
-    total = microbatches * chunks
     rows = []
     for rank in range(ranks):
-        forwards = _forwards(ranks, rank, microbatches, chunks, group)
-        backwards = _backwards(ranks, rank, microbatches, chunks, group)
-        ahead = min(total, (chunks - 1) * group + lead * (ranks - 1 - rank))
-        row = [Action(stage, F, k) for stage, k in forwards[:ahead]]
-        late: deque[Action] = deque()
-        for turn, (stage, k) in enumerate(backwards):
-            if ahead + turn < total:
-                row.append(Action(forwards[ahead + turn][0], F, forwards[ahead + turn][1]))
-            row.append(Action(stage, I, k))
-            late.append(Action(stage, W, k))
-            if turn >= lead * rank:
+        forwards = []
+        for turn in range(microbatches * chunks):
+            lap, place = divmod(turn, group * chunks)
+            forwards.append(Action(place // group * ranks + rank, F, group * lap + turn % group))
+        ahead = first + lead * (ranks - 1 - rank)
+        row, late = forwards[:ahead], deque[Action]()
+        last = (chunks - 1) * ranks + 2 * rank
+        for turn, (stage, _, k, _) in enumerate(forwards):
+            row += forwards[ahead + turn : ahead + turn + 1]
+            row.append(Action(last - stage, I if lag else B, k))
+            late += [Action(last - stage, W, k)] if lag else []
+            if late and turn >= lag * rank:
                 row.append(late.popleft())
         rows.append([*row, *late])
-    return _loop(name, rows, microbatches, chunks, edges)
+    return Schedule.of(name, rows, stage_ranks(ranks, ranks * chunks), microbatches, edges)
 
 
 def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
@@ -198,29 +176,6 @@ def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
             f"({rounds}), but got {microbatches}."
         )
     return microbatches // rounds
-
-
-def _forwards(
-    ranks: int, rank: int, microbatches: int, chunks: int, group: int
-) -> list[tuple[int, int]]:
-    """List (stage, microbatch) of the forwards of ``rank``, in order.
-
-    Its chunk c is stage ``c * ranks + rank``; each chunk runs ``group`` microbatches in turn.
-    """
-    found = []
-    for turn in range(microbatches * chunks):
-        lap, place = divmod(turn, group * chunks)
-        found.append((place // group * ranks + rank, group * lap + turn % group))
-    return found
-
-
-def _backwards(
-    ranks: int, rank: int, microbatches: int, chunks: int, group: int
-) -> list[tuple[int, int]]:
-    """(stage, microbatch) of all backwards of a rank: the chunks in reverse."""
-    last = (chunks - 1) * ranks + 2 * rank
-    forwards = _forwards(ranks, rank, microbatches, chunks, group)
-    return [(last - stage, k) for stage, k in forwards]
 
 
 # ------------------------------------------------------------------------------ V map
@@ -236,11 +191,10 @@ def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> 
     """
     _check_v("ZBV", ranks, microbatches, chunks)
     if microbatches < 2 * ranks - 1:
-        queues = [_greedy(ranks, rank, microbatches) for rank in range(ranks)]
-        rows = _listed(queues, microbatches, 2 * ranks)
-    else:
-        rows = [_zigzag(ranks, rank, microbatches) for rank in range(ranks)]
-    return _v("zbv", rows, ranks, microbatches, edges)
+        like = _v("zbv", [[]] * ranks, microbatches, None)
+        return _listed("zbv", greedy(like, is_deep=True), microbatches, 2 * ranks, edges)
+    rows = [_zigzag(ranks, rank, microbatches) for rank in range(ranks)]
+    return _v("zbv", rows, microbatches, edges)
 
 
 def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
@@ -275,23 +229,16 @@ def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return row.actions
 
 
-def _greedy(ranks: int, rank: int, microbatches: int) -> list[list[Action]]:
-    """List the queues of ``rank``: input halves first, of its earlier stage before the later."""
-    early, late = rank, 2 * ranks - 1 - rank
-    order = ((early, I), (late, I), (late, F), (early, F))
-    return [[Action(stage, op, k) for k in range(microbatches)] for stage, op in order]
-
-
-def _listed(queues: Queues, microbatches: int, room: int) -> list[list[Action]]:
+def _listed(name: str, queues: Queues, microbatches: int, room: int, edges: Edges) -> Schedule:
     """Order the queues of the V map at unit costs, in memory for ``room`` microbatches of a stage.
 
     The rows do for any edges: a chain has each stage wait for all stages before it.
     """
     ranks = len(queues)
-    found = arrange(queues, _v("listed", [], ranks, microbatches, None), room=[room] * ranks)
+    found = arrange(queues, _v(name, [[]] * ranks, microbatches, None), room=[room] * ranks)
     if found is None:
         raise ScheduleError(f"no order of {microbatches} microbatches in the memory of {room}")
-    return found.rows
+    return _v(name, found[0].rows, microbatches, edges)
 
 
 def vhalf(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
@@ -300,8 +247,7 @@ def vhalf(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -
     Raises ``ValueError`` for other than two chunks per rank.
     """
     _check_v("V-Half", ranks, microbatches, chunks)
-    rows = _repeated(ranks, microbatches, down=2, up=1, home=4, room=ranks // 2 + 1)
-    return _v("vhalf", rows, ranks, microbatches, edges)
+    return _repeated("vhalf", ranks, microbatches, edges, down=2, up=1, home=4, room=ranks // 2 + 1)
 
 
 def vmin(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
@@ -311,13 +257,22 @@ def vmin(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) ->
     ``ValueError`` for other than two chunks per rank.
     """
     _check_v("V-Min", ranks, microbatches, chunks)
-    rows = _repeated(ranks, microbatches, down=1, up=1, home=3, room=(ranks + 4) // 3)
-    return _v("vmin", rows, ranks, microbatches, edges)
+    return _repeated(
+        "vmin", ranks, microbatches, edges, down=1, up=1, home=3, room=(ranks + 4) // 3
+    )
 
 
 def _repeated(
-    ranks: int, microbatches: int, *, down: int, up: int, home: int, room: int
-) -> list[list[Action]]:
+    name: str,
+    ranks: int,
+    microbatches: int,
+    edges: Edges,
+    *,
+    down: int,
+    up: int,
+    home: int,
+    room: int,
+) -> Schedule:
     """Repeat the building block of a V every six time slots, one for each F, I and W of a rank.
 
     ``down`` and ``up`` are the slots from rank to rank on the ways down and up, of F and of I: the
@@ -342,7 +297,7 @@ def _repeated(
             )
         )
         queues.append([[action for _, action in slots]])
-    return _listed(queues, microbatches, 2 * room)
+    return _listed(name, queues, microbatches, 2 * room, edges)
 
 
 def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
@@ -357,7 +312,7 @@ def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = Non
             f"microbatches for {2 * ranks} stages"
         )
     rows = [_dual_row(ranks, rank, microbatches) for rank in range(ranks)]
-    return _v("dualpipev", rows, ranks, microbatches, edges)
+    return _v("dualpipev", rows, microbatches, edges)
 
 
 def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
@@ -449,7 +404,7 @@ class _VRow:
 
 # -------------------------------------------------------------------------- by name
 
-BUILDERS: Mapping[str, Builder] = MappingProxyType(
+BUILDERS = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
@@ -465,7 +420,7 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 )
 """The builders by the names that a plan uses."""
 
-V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
+V_SHAPED = ("zbv", "dualpipev", "vhalf", "vmin")
 """Schedules on the V map, with exactly two stages per rank."""
 
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", *V_SHAPED)
@@ -497,14 +452,8 @@ def _check_v(name: str, ranks: int, microbatches: int, chunks: int) -> None:
         raise ValueError(f"{name} requires exactly 2 stages per rank, but got {chunks}.")
 
 
-def _loop(
-    name: str, rows: list[list[Action]], microbatches: int, chunks: int, edges: Edges
+def _v(
+    name: str, rows: Sequence[Iterable[Action | None]], microbatches: int, edges: Edges
 ) -> Schedule:
     ranks = len(rows)
-    return Schedule.of(name, rows, stage_ranks(ranks, ranks * chunks), microbatches, edges)
-
-
-def _v(
-    name: str, rows: list[list[Action]], ranks: int, microbatches: int, edges: Edges
-) -> Schedule:
     return Schedule.of(name, rows, stage_ranks(ranks, 2 * ranks, "v"), microbatches, edges)

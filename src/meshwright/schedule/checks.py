@@ -8,7 +8,7 @@ receive and receives that never block, and finds deadlocks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshwright.errors import ScheduleError
@@ -41,12 +41,16 @@ def check(schedule: Schedule, *, ranks: int | None = None, forward_only: bool = 
     every microbatch once. ``ranks`` is the expected number of ranks.
     """
     _check_shape(schedule, ranks)
-    for rank in range(schedule.ranks):
-        _check_row(schedule, rank)
     done: Counter[tuple[int, object]] = Counter()
-    for rank in range(schedule.ranks):
-        for part in _parts(schedule, rank):
-            done[part.stage, part.operation] += 1
+    for rank, row in enumerate(schedule.rows):
+        seen: set[Action] = set()
+        for position, action in enumerate(row):
+            for part in () if action is None else parts_of(action):
+                if problem := _problem(schedule, rank, part, seen):
+                    where = draw(schedule, {rank: position})
+                    raise ScheduleError(f"rank {rank}, {action}: {problem}\n{where}")
+                seen.add(part)
+                done[part.stage, part.operation] += 1
     for stage in range(schedule.stages):
         _check_counts(schedule, stage, done, forward_only=forward_only)
 
@@ -69,17 +73,6 @@ def _check_shape(schedule: Schedule, ranks: int | None) -> None:
                 f"stage {target} reads from stage {source}: values only go to later stages, and "
                 f"there are {schedule.stages}\n{draw(schedule)}"
             )
-
-
-def _check_row(schedule: Schedule, rank: int) -> None:
-    seen: set[Action] = set()
-    for position, action in enumerate(schedule.rows[rank]):
-        for part in () if action is None else parts_of(action):
-            problem = _problem(schedule, rank, part, seen)
-            if problem:
-                where = draw(schedule, {rank: position})
-                raise ScheduleError(f"rank {rank}, {action}: {problem}\n{where}")
-            seen.add(part)
 
 
 def _problem(schedule: Schedule, rank: int, part: Action, seen: set[Action]) -> str:
@@ -125,11 +118,6 @@ def _check_counts(
         )
 
 
-def _parts(schedule: Schedule, rank: int) -> Iterator[Action]:
-    for action in schedule.actions(rank):
-        yield from parts_of(action)
-
-
 # ------------------------------------------------------------------------- deadlock
 
 
@@ -159,16 +147,6 @@ class _Rank:
     def action(self) -> Action | None:
         return self.row[self.position] if self.position < len(self.row) else None
 
-    def go_on(self) -> None:
-        """Advance to the next action of the row."""
-        self.position += 1
-        self.unsent = None
-
-    def begin_sending(self, messages: Iterable[Message]) -> deque[Message]:
-        """Begin the SEND at ``position``; returns its unsent messages."""
-        self.unsent = deque(messages)
-        return self.unsent
-
 
 class _Rendezvous:
     """Runs all rows, without modeling time."""
@@ -197,7 +175,8 @@ class _Rendezvous:
             action = rank.action
             if action is not None and not self._step(number, rank, action):
                 return has_moved
-            rank.go_on()
+            rank.position += 1
+            rank.unsent = None
             has_moved = True
         return has_moved
 
@@ -228,7 +207,7 @@ class _Rendezvous:
         unsent = rank.unsent
         if unsent is None:
             self._require(number, rank, [n for n in self._needs(action) if n not in self._done])
-            unsent = rank.begin_sending(sent(action, self._schedule))
+            unsent = rank.unsent = deque(sent(action, self._schedule))
         while unsent:
             message = unsent[0]
             target = self._ranks[message.target_rank]

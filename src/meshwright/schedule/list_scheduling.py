@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from meshwright.schedule.actions import Action, F, I, Schedule, W
 from meshwright.schedule.simulate import Costs, at_stage
@@ -22,13 +22,15 @@ SLACK = 1e-9
 """Relative difference of sums of memory that is rounding."""
 
 
-@dataclass(slots=True)
-class Arrangement:
-    """Rows that a list scheduler has found; times as in `Costs`."""
-
-    rows: list[list[Action]]
-    ends: list[float]
-    """The end of each rank's last action."""
+def greedy(like: Schedule, *, is_deep: bool) -> Queues:
+    """Queue what is ready by stage: I first, then F of later stages (``is_deep``) or of earlier."""
+    queues = []
+    for rank in range(like.ranks):
+        mine = like.stages_of(rank)
+        order = [(s, I) for s in mine]
+        order += [(s, F) for s in (reversed(mine) if is_deep else mine)]
+        queues.append([[Action(s, o, k) for k in range(like.microbatches)] for s, o in order])
+    return queues
 
 
 def arrange(
@@ -37,8 +39,8 @@ def arrange(
     costs: Costs | None = None,
     room: Sequence[float] | None = None,
     patience: float = 0.0,
-) -> Arrangement | None:
-    """Order the actions of ``queues`` and a weight half for each input half in them.
+) -> tuple[Schedule, float] | None:
+    """Order the actions of ``queues`` and a weight half for each input half in them, and time it.
 
     ``like`` has the stages, their ranks and edges; its rows are not read. ``room`` is the memory of
     each rank for activations: a forward waits until it fits. A weight half runs where the next
@@ -80,16 +82,20 @@ class _Arranging:
         self._held = [0.0] * count
         self._late: list[deque[Action]] = [deque() for _ in range(count)]
         self._events = [(0.0, rank) for rank in range(count)]
-        self.found = Arrangement([[] for _ in range(count)], [0.0] * count)
+        self._like = like
+        self._rows: list[list[Action]] = [[] for _ in range(count)]
+        self._ends = [0.0] * count
+        """The end of each rank's last action."""
 
-    def run(self, queues: Queues) -> Arrangement | None:
+    def run(self, queues: Queues) -> tuple[Schedule, float] | None:
         left = [[deque(queue) for queue in listed] for listed in queues]
         while self._events:
             now, rank = heapq.heappop(self._events)
-            if now >= self.found.ends[rank]:  # else it has been busy since
+            if now >= self._ends[rank]:  # else it has been busy since
                 self._decide(rank, now, left[rank])
-        is_over = not any(map(any, left)) and not any(self._late)
-        return self.found if is_over else None
+        if any(map(any, left)) or any(self._late):
+            return None
+        return replace(self._like, rows=tuple(map(tuple, self._rows))), max(self._ends)
 
     def _decide(self, rank: int, now: float, queues: list[deque[Action]]) -> None:
         soonest = math.inf
@@ -125,9 +131,8 @@ class _Arranging:
 
     def _take(self, rank: int, action: Action, now: float) -> None:
         stage, operation, k, _ = action
-        found = self.found
-        found.rows[rank].append(action)
-        found.ends[rank] = end = now + self._seconds[operation][stage]
+        self._rows[rank].append(action)
+        self._ends[rank] = end = now + self._seconds[operation][stage]
         heapq.heappush(self._events, (end, rank))
         if operation is W:
             self._held[rank] -= self._deferred[stage]
@@ -139,4 +144,4 @@ class _Arranging:
             self._late[rank].append(action._replace(operation=W))
         self._over[operation][stage][k or 0] = end
         for _, reader, delay in self._read_by[operation][stage]:
-            heapq.heappush(self._events, (max(end + delay, found.ends[reader]), reader))
+            heapq.heappush(self._events, (max(end + delay, self._ends[reader]), reader))

@@ -27,9 +27,7 @@ from meshwright.schedule.messages import Message, parts_of, produced, read, sent
 MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
 
 
-def lower(
-    schedule: Schedule, *, unsharded: int = 3, residency: bool = True, reduce: bool = True
-) -> Schedule:
+def lower(schedule: Schedule, *, unsharded: int = 3, reduce: bool = True) -> Schedule:
     """Add all other actions to ``schedule``, which has compute actions only.
 
     At most ``unsharded`` stages of a rank are gathered at a time (at least two if an overlap uses
@@ -49,8 +47,7 @@ def lower(
     for rank, row in enumerate(compute):
         before: list[list[Action]] = [[] for _ in range(len(row) + 1)]
         after: list[list[Action]] = [[] for _ in row]
-        if residency:
-            _add_residency(row, unsharded, before, after)
+        _add_residency(row, unsharded, before, after)
         for position, action in posts[rank]:
             before[position].append(action)
         for index, action in enumerate(row):
@@ -152,11 +149,6 @@ class _RankProgress:
     index: int = 0
     unsent: deque[Message] = field(default_factory=deque)
 
-    def go_on(self, produced: Iterable[Message]) -> None:
-        """Advance to the next compute action; ``produced`` messages must be sent first."""
-        self.unsent.extend(produced)
-        self.index += 1
-
 
 class _Posts:
     """Finds the compute action before which each RECV is posted."""
@@ -237,5 +229,6 @@ class _Posts:
             action = row[place.index]
             if any(message not in arrived for message in self._wanted_by(action)):
                 return has_moved
-            place.go_on(self._sent_by(action))
+            place.unsent.extend(self._sent_by(action))
+            place.index += 1
             has_moved = True

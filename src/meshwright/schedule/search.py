@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, F, I, Schedule, W
 from meshwright.schedule.builders import BUILDERS, Edges
-from meshwright.schedule.list_scheduling import SLACK, Arrangement, arrange
+from meshwright.schedule.list_scheduling import SLACK, arrange, greedy
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.messages import parts_of
 from meshwright.schedule.simulate import Costs, at_stage, simulate
@@ -59,57 +60,53 @@ def find_schedule(
 
     built = list(dict.fromkeys(built_schedules(ranks, microbatches, chunks, edges)))
     maps = {schedule.stage_ranks: schedule for schedule in built}
-    search = _Search(costs, _room(ranks, chunks, costs, limits))
-    for schedule in built:
-        search.complete(schedule, [[row] for row in _order_of(schedule)])
-    for like in maps.values():
-        for is_deep in (True, False):
-            search.complete(like, _greedy(like, is_deep=is_deep))
-    search.improve(_bound(maps, costs, microbatches), tries)
+    # What is left for activations when all stages of a rank are gathered.
+    gathered = chunks * max(at_stage(costs.parameters, s) for s in range(ranks * chunks))
+    room = None if limits is None else [limit - gathered for limit in limits]
+    begins = [(schedule, [[row] for row in _order_of(schedule)]) for schedule in built]
+    begins += [
+        (like, greedy(like, is_deep=deep)) for like in maps.values() for deep in (True, False)
+    ]
+    found = sorted(
+        (
+            _Candidate(done[1], patience, done[0])
+            for like, queues in begins
+            for patience in PATIENCE
+            if (done := arrange(queues, like, costs, room, patience))
+        ),
+        key=lambda candidate: candidate.time,
+    )[:4]
+    if found:
+        bound = _bound(maps, costs, microbatches)
+        found.insert(0, _improved(found[0], costs, room, bound, tries))
     single = [] if limits is None else [_one_by_one(like) for like in maps.values()]
-    best = min([*built, *(found.schedule() for found in search.found), *single], key=time_of)
-    if time_of(best) == math.inf:
-        _refuse(single[0], costs, limits or ())
+    automatic = (replace(each.schedule, name="automatic") for each in found)
+    best = min([*built, *automatic, *single], key=time_of)
+    if limits is not None and time_of(best) == math.inf:
+        peaks = simulate(lower(single[0]), costs, events=False).peaks
+        rank = max(range(ranks), key=lambda r: peaks[r] - limits[r])
+        raise ScheduleError(
+            f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the limit "
+            f"is {limits[rank]:g}: raise the limit, or take smaller microbatches"
+        )
     return best
 
 
-def _refuse(single: Schedule, costs: Costs, limits: Sequence[float]) -> None:
-    peaks = simulate(lower(single), costs, events=False).peaks
-    rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
-    raise ScheduleError(
-        f"rank {rank}: one microbatch at a time needs {peaks[rank]:g} of memory, and the limit is "
-        f"{limits[rank]:g}: raise the limit, or take smaller microbatches"
-    )
-
-
 def _check(ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None) -> None:
-    stages = ranks * chunks
-    named = {
+    named: dict[str, float | Sequence[float]] = {
         name: getattr(costs, name)
         for name in ("forward", "input", "weight", "transfer", "activation", "parameters")
     }
     named["deferred"] = costs.held_between()
-    for name, value in (*named.items(), ("limits", math.inf if limits is None else limits)):
-        if isinstance(value, int | float):
-            values: Sequence[float] = (value,)
-        else:
-            values, expected = value, ranks if name == "limits" else stages
-            if len(values) != expected:
-                what = "ranks" if name == "limits" else "stages"
-                raise ValueError(f"{name}: expected {expected} {what}, found {len(values)}")
+    named["limits"] = math.inf if limits is None else limits
+    for name, value in named.items():
+        values = (value,) if isinstance(value, int | float) else value
+        what, expected = ("ranks", ranks) if name == "limits" else ("stages", ranks * chunks)
+        if values is value and len(values) != expected:
+            raise ValueError(f"{name}: expected {expected} {what}, found {len(values)}")
         for number, size in enumerate(values):
             if not 0 <= size <= 1e100 and not (name == "limits" and size == math.inf):
                 raise ValueError(f"{name}[{number}]: expected a size of 0 to 1e100, found {size}")
-
-
-def _room(
-    ranks: int, chunks: int, costs: Costs, limits: Sequence[float] | None
-) -> list[float] | None:
-    """The memory of each rank that is left for activations when all its stages are gathered."""
-    if limits is None:
-        return None
-    most = chunks * max(at_stage(costs.parameters, s) for s in range(ranks * chunks))
-    return [limit - most for limit in limits]
 
 
 # ------------------------------------------------------------------ what there is to begin with
@@ -170,17 +167,6 @@ def _order_of(schedule: Schedule) -> Order:
     ]
 
 
-def _greedy(like: Schedule, *, is_deep: bool) -> list[list[list[Action]]]:
-    """Queue what is ready by stage: I first, then F of later stages (``is_deep``) or of earlier."""
-    queues = []
-    for rank in range(like.ranks):
-        mine = like.stages_of(rank)
-        order = [(s, I) for s in mine]
-        order += [(s, F) for s in (reversed(mine) if is_deep else mine)]
-        queues.append([[Action(s, o, k) for k in range(like.microbatches)] for s, o in order])
-    return queues
-
-
 # -------------------------------------------------------------------------------- the search
 
 
@@ -196,62 +182,32 @@ def _bound(maps: Iterable[tuple[int, ...]], costs: Costs, microbatches: int) -> 
     return found
 
 
-@dataclass(slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """An order of F and I, completed."""
 
     time: float
-    like: Schedule
-    done: Arrangement
     patience: float
-
-    def schedule(self) -> Schedule:
-        return replace(self.like, name="automatic", rows=tuple(map(tuple, self.done.rows)))
+    schedule: Schedule
 
 
-class _Search:
-    """Completes orders, and moves actions of the best."""
-
-    def __init__(self, costs: Costs, room: Sequence[float] | None) -> None:
-        self._costs = costs
-        self._room = room
-        self.found: list[_Candidate] = []
-        """The fastest candidates."""
-
-    def complete(self, like: Schedule, queues: list[list[list[Action]]]) -> None:
-        """Complete ``queues`` on the stages of ``like`` with every patience."""
-        for patience in PATIENCE:
-            found = self._completed(like, queues, patience)
-            if found is not None:
-                self.found.append(found)
-        self.found.sort(key=lambda candidate: candidate.time)
-        del self.found[4:]
-
-    def improve(self, bound: float, tries: int) -> None:
-        """Move single actions of the best candidate, as long as it becomes no slower."""
-        if not self.found:
-            return
-        dice, best = random.Random(0), self.found[0]
-        order = _order_of(best.schedule())
-        for _ in range(tries):
-            if best.time <= bound * (1 + SLACK):
-                break
-            rank = dice.randrange(len(order))
-            moved = _moved(order[rank], dice)
-            if moved is None:
-                continue
-            queues = [[row if n != rank else moved] for n, row in enumerate(order)]
-            found = self._completed(best.like, queues, best.patience)
-            if found is not None and found.time <= best.time:
-                best = found
-                order[rank] = moved
-        self.found.insert(0, best)
-
-    def _completed(
-        self, like: Schedule, queues: list[list[list[Action]]], patience: float
-    ) -> _Candidate | None:
-        done = arrange(queues, like, self._costs, self._room, patience)
-        return None if done is None else _Candidate(max(done.ends), like, done, patience)
+def _improved(
+    best: _Candidate, costs: Costs, room: Sequence[float] | None, bound: float, tries: int
+) -> _Candidate:
+    """Move single actions of ``best``, as long as it becomes no slower."""
+    dice, order = random.Random(0), _order_of(best.schedule)
+    for _ in range(tries):
+        if best.time <= bound * (1 + SLACK):
+            break
+        rank = dice.randrange(len(order))
+        moved = _moved(order[rank], dice)
+        if moved is None:
+            continue
+        queues = [[row if n != rank else moved] for n, row in enumerate(order)]
+        done = arrange(queues, best.schedule, costs, room, best.patience)
+        if done is not None and done[1] <= best.time:
+            best = _Candidate(done[1], best.patience, done[0])
+            order[rank] = moved
+    return best
 
 
 def _moved(row: list[Action], dice: random.Random) -> list[Action] | None:

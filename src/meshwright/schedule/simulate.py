@@ -133,8 +133,7 @@ class _Machine:
         self._schedule = schedule
         self._costs = costs
         ranks, stages = schedule.ranks, schedule.stages
-        self._microbatches = schedule.microbatches
-        blank = array("d", [_UNKNOWN]) * max(1, self._microbatches)
+        blank = array("d", [_UNKNOWN]) * max(1, schedule.microbatches)
         self._ends = [blank[:] for _ in range(stages * _COLUMNS)]
         # When each lane is free, by rank.
         self._lanes = {name: [0.0] * ranks for name in _LANES}
@@ -150,7 +149,10 @@ class _Machine:
         present = {a.operation for row in schedule.rows for a in row if a is not None}
         self._has_transfers = bool(present & {RECV_F, RECV_B})
         self._has_gathers = UNSHARD in present
-        self._seconds = self._seconds_of_all()
+        # By stage and column. A full backward counts as its two halves.
+        halves = (costs.forward, costs.input, costs.weight)
+        taken = (*halves, costs.transfer, costs.transfer, 0.0, 0.0, costs.gather)
+        self._seconds = [at_stage(each, stage) for stage in range(stages) for each in taken]
 
     def run(self) -> Simulation:
         ready = list(range(self._schedule.ranks))
@@ -170,24 +172,6 @@ class _Machine:
             ),
             timeline=Timeline(self._events or ()),
         )
-
-    def _seconds_of_all(self) -> list[float]:
-        """The seconds by stage and column. A full backward counts as its two halves."""
-        costs = self._costs
-        found: list[float] = []
-        for stage in range(self._schedule.stages):
-            transfer = at_stage(costs.transfer, stage)
-            found += [
-                at_stage(costs.forward, stage),
-                at_stage(costs.input, stage),
-                at_stage(costs.weight, stage),
-                transfer,
-                transfer,
-                0.0,
-                0.0,
-                at_stage(costs.gather, stage),
-            ]
-        return found
 
     # ------------------------------------------------------------------- one rank
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -53,21 +53,19 @@ def dump_csv(schedule: Schedule, target: str | Path | TextIO) -> None:
         target.write(to_csv(schedule))
 
 
-def load_csv(source: str | Path | TextIO, *, stage_ranks: Iterable[int] | None = None) -> Schedule:
+def load_csv(source: str | Path | TextIO) -> Schedule:
     """Read a schedule from a path or from an open text file; see `parse_csv`."""
     if isinstance(source, str | Path):
         with open(source, encoding="utf-8", newline="") as file:
-            return parse_csv(file.read(), str(source), stage_ranks=stage_ranks)
-    return parse_csv(source.read(), getattr(source, "name", "CSV"), stage_ranks=stage_ranks)
+            return parse_csv(file.read(), str(source))
+    return parse_csv(source.read(), getattr(source, "name", "CSV"))
 
 
-def parse_csv(
-    text: str, source: str = "CSV", *, stage_ranks: Iterable[int] | None = None
-) -> Schedule:
+def parse_csv(text: str, source: str = "CSV") -> Schedule:
     """Parse the schedule in ``text``, which error messages call ``source``.
 
-    ``stage_ranks`` overrides the header, or the actions. Raises ``ValueError`` with row, column and
-    text of an invalid action, `ScheduleError` if the ranks of stages cannot be inferred.
+    Raises ``ValueError`` with row, column and text of an invalid action, `ScheduleError` if the
+    ranks of stages cannot be inferred.
     """
     lines = text.splitlines(keepends=True)
     header = None
@@ -91,8 +89,8 @@ def parse_csv(
     if not rows:
         raise ValueError(f"{source}: expected one row a rank, found none")
     if header is None:
-        return _inferred(rows, source, stage_ranks)
-    ranks = tuple(stage_ranks or _numbers(header[4], source))
+        return _inferred(rows, source)
+    ranks = _numbers(header[4], source)
     edges = [_numbers(edge, source, "-") for edge in header[5].split(",") if edge]
     if any(len(edge) != 2 for edge in edges):
         raise ValueError(f"{source}, row 1: expected edges such as 0-1,1-2, found {header[5]!r}")
@@ -116,9 +114,7 @@ def _action(cell: str, source: str, row: int, column: int) -> Action | None:
         raise ValueError(f"{source}, row {row}, column {column}: {error}") from error
 
 
-def _inferred(
-    rows: list[list[Action | None]], source: str, stage_ranks: Iterable[int] | None
-) -> Schedule:
+def _inferred(rows: list[list[Action | None]], source: str) -> Schedule:
     holders: dict[int, int] = {}
     last = -1
     for rank, row in enumerate(rows):
@@ -132,8 +128,7 @@ def _inferred(
     missing = sorted(set(range(max(holders, default=-1) + 1)) - set(holders))
     if missing or not holders:
         raise ScheduleError(f"{source}: there are no actions of stages {missing or 'at all'}")
-    ranks = tuple(stage_ranks or (holders[stage] for stage in sorted(holders)))
-    return Schedule.of("csv", rows, ranks, last + 1)
+    return Schedule.of("csv", rows, [holders[stage] for stage in sorted(holders)], last + 1)
 
 
 MARK = "<-- ERROR HERE"

@@ -12,34 +12,6 @@ import torch
 
 from meshwright.torch_internals.required import required
 
-__all__ = [
-    "ACTIVATIONS",
-    "NODES",
-    "STATE_OF_TENSORS",
-    "accumulates",
-    "after_hooks_of",
-    "at_end_of_backward",
-    "backward_hooks_of",
-    "forward_level",
-    "function_class",
-    "function_transforms",
-    "held_nodes_live",
-    "input_metadata_of",
-    "is_executed",
-    "is_profiled",
-    "keeps_graph",
-    "keeps_versions",
-    "may_be_packed",
-    "outside_of_transforms",
-    "run_engine",
-    "running_backward",
-    "saved",
-    "saved_tensor_hooks",
-    "set_after_hooks",
-    "set_backward_hooks",
-    "without_transforms",
-]
-
 running_backward = required(
     "torch._C._current_graph_task_id", "knows whether a backward pass is under way"
 )

@@ -24,23 +24,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CustomGraphPass",
     "aot_autograd",
-    "backend_of_trace",
-    "backward_compiler",
     "compile_graph",
     "counters",
-    "ddp_fusion_passes",
     "default_partition",
     "detect_fake_mode",
     "dynamo_settings",
-    "first_frame_locals",
     "functorch_settings",
     "inductor_settings",
-    "is_functional_call_traced",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
-    "recompute_always",
-    "recompute_never",
-    "values_in_trace",
 ]
 
 

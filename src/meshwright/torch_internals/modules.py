@@ -18,39 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.torch_internals.required import lacking, required, variable_of
 
-__all__ = [
-    "ASKING",
-    "CHECKPOINTED",
-    "COMPILED",
-    "FLAT",
-    "HOOKS",
-    "HOOKS_OF_ALL",
-    "IGNORED_NAMES",
-    "QUESTIONS",
-    "RESET_ATTENTION",
-    "STATE_HOOKS",
-    "STEPPERS",
-    "WRAPPED",
-    "AnyBatchNorm",
-    "AnyInstanceNorm",
-    "asked",
-    "call_of",
-    "check_input_dim",
-    "compiled_call_of",
-    "forget_step_hooks",
-    "forward_hooks_of",
-    "forward_pre_hooks_of",
-    "hooks_of_steppers",
-    "is_forward_compiled",
-    "is_stepping",
-    "lent_now",
-    "non_persistent_buffers_of",
-    "require_module",
-    "set_compiled_call",
-    "step_hooks_of_all",
-    "step_unless",
-    "steps_by_flag",
-]
+__all__ = ["AnyBatchNorm", "AnyInstanceNorm", "step_hooks_of_all"]
 
 forward_pre_hooks_of = attrgetter("_forward_pre_hooks")
 forward_hooks_of = attrgetter("_forward_hooks")

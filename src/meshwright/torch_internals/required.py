@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["lacking", "required", "variable_of"]
-
 
 def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has there
     """Look up the dotted ``name`` in torch; ``use`` says what Meshwright does with it.

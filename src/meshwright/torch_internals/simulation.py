@@ -14,19 +14,6 @@ from torch._C import _distributed_c10d as bindings
 
 from meshwright.torch_internals.required import required
 
-__all__ = [
-    "BackendBase",
-    "having_modes",
-    "operator_modes",
-    "parts_of_sparse",
-    "recomputing_on_any_device",
-    "replaced",
-    "running_backward_by",
-    "without_functions",
-    "without_modes",
-    "wrapping_by",
-]
-
 Call = Callable[..., Any]
 _HAS_CONSTRUCTOR = (bindings.Backend.__init__.__doc__ or "").startswith("__init__(")
 BackendBase: Any = bindings.Backend if _HAS_CONSTRUCTOR else object

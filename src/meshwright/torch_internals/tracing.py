@@ -11,18 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from meshwright.torch_internals.required import required
 
-__all__ = [
-    "COMPILER_MODULES",
-    "GRAPH_BREAKS",
-    "GRAPH_OPERATORS",
-    "as_part_of_caller",
-    "is_backward_compiled",
-    "keep_result",
-    "never_first",
-    "not_traced",
-    "notes_of_trace",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial
 from meshwright.comm import Communicator, communicator, connect, disconnect
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.testing import Ranks
-from meshwright.torch_internals.distributed import default_store
 from support.internals.comm import lookup, waiting
+from support.internals.torch_internals import default_store
 
 BACKENDS = ("shm", "gloo", "simulated")
 Calls = Callable[[Communicator], object]

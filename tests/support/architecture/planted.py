@@ -84,6 +84,7 @@ public_names      plan.py                       __all__ = []
 public_names      plan.py                       'A plan.'
 public_names      layout.py                     'A.' | __all__ = ['f'] | def f() -> None: pass
 public_names      plan.py                       'A plan.' | __all__ = ['Plan']
+public_names      torch_internals/trees.py      'Trees.' | __all__ = ['f'] | def f() -> None: pass
 public_names      plan.py                       'A plan.' | __all__ = [] | class Plan: pass
 public_names      comm/__init__.py              'A.' | from meshwright.comm.x import y | __all__ = []
 module_state      plan.py                       cache = {}

@@ -389,15 +389,16 @@ def public_names(tree: Tree) -> Found:
     """Every module has a docstring; what is public is listed once, in ``__all__`` of its folder.
 
     Names of a module that other files may use have no underscore, which says it all; only modules
-    that users import by their own path list them, and those that pass torch's names on.
+    that users import by their own path list them. Those that pass torch's names on list these.
     """
     for source in tree.sources:
         if ast.get_docstring(source.tree) is None:
             yield source.path, 1, "no docstring: say in one sentence what the module holds"
         names = all_of(source)
         path = source.path.rpartition(f"{PACKAGE}/")[2]
-        lists = source.is_package or path in table.PUBLIC_FILES or source.room == table.PRIVATE_ROOM
-        if lists != (names is not None):
+        lists = source.is_package or path in table.PUBLIC_FILES
+        passes_on = source.room == table.PRIVATE_ROOM
+        if lists != (names is not None) and not (passes_on and names):
             yield source.path, 1, "no literal __all__" if lists else "__all__ says what names say"
         if names is None:
             continue
@@ -405,6 +406,10 @@ def public_names(tree: Tree) -> Found:
         for name in names:
             if name not in bound:
                 yield source.path, 1, f"__all__ lists {name!r}, which does not exist"
+            elif passes_on and bound[name] != "foreign":
+                yield source.path, 1, "__all__ says what names say"
+        if passes_on:
+            continue
         counted = {"defined", "ours"} if source.is_package else {"defined"}
         for name, kind in bound.items():
             if kind in counted and not name.startswith("_") and name not in names:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.torch_internals.distributed import Work, living_groups
+from meshwright.torch_internals.distributed import Work
 from support.internals.comm import CpuTransport, GroupOptions, PythonGroup
+from support.internals.torch_internals import living_groups
 
 DEVICE = torch.device("meta")
 NAME = "late"

@@ -26,10 +26,10 @@ from meshwright.data_parallel import fully_shard, replicate
 from meshwright.plan import Plan
 from meshwright.testing import Ranks, RanksFailed, on_devices
 from meshwright.testing.simulated import SimulationError, WorkLine, device_of
-from meshwright.torch_internals.distributed import default_store, make_group
 from support.internals.comm import _StorageLine, late
 from support.internals.data_parallel import FlatBuffer
 from support.internals.testing import SimulatedWork, backend
+from support.internals.torch_internals import default_store, make_group
 
 Patch = pytest.MonkeyPatch
 

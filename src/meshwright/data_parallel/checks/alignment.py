@@ -458,11 +458,6 @@ class Alignment:
         if self.values is not None and self.reduced is not None:
             self.values.add_to(notes[-1])
 
-    def add_reduced(self, notes: torch.Tensor) -> None:
-        """Add what was found in gradients that communication hooks have reduced."""
-        if self.reduced is not None:
-            self.reduced.add_to(notes[-1])
-
     def say(self) -> tuple[float, float]:
         """Return as numbers: the digest, and whether the number of writes has changed."""
         is_odd, self.is_odd = self.is_odd, False

@@ -100,16 +100,12 @@ class PostLocalSGDState:
                 f"{self.start_localSGD_iter}: pass one, for example the ranks of one host, or False"
             )
 
-    def count_pass(self) -> None:
-        """Count a backward pass."""
-        self.iter += 1
-
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future:  # noqa: N802
     """Compute the mean over the group; after ``start_localSGD_iter`` over the subgroup, if any."""
     is_global = state.iter < state.start_localSGD_iter
     if is_global and bucket.is_last():
-        state.count_pass()
+        state.iter += 1
     if not is_global and not state.post_local_gradient_allreduce:
         return Deferred(bucket.buffer)
     return allreduce_hook(state.process_group if is_global else state.subgroup, bucket)

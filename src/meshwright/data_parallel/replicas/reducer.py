@@ -480,8 +480,8 @@ class GradientReducer:
                 for bucket in self.buckets:
                     if bucket.is_buffer:
                         bucket.look(reduced)
-            if self._extra is not None:
-                self.alignment.add_reduced(self._extra)
+            if self._extra is not None and reduced is not None:
+                reduced.add_to(self._extra[-1])
             self._share_notes()
             for bucket in self.buckets:
                 bucket.deliver()

@@ -298,10 +298,6 @@ class ParameterGroup:
                     lost = lost or self.slots[index].name
         return lost
 
-    def note_written(self, index: int) -> None:
-        """Accept a write to full parameter ``index``, which the caller copies to the shards."""
-        self.versions[index] = version_of(self.slots[index].leaf)
-
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
         if home is None:
             return None

@@ -78,10 +78,6 @@ class DeviceTime:
         self.now = 0
         self._lag = lag
 
-    def go_on(self) -> None:
-        """Advance by one host operation."""
-        self.now += 1
-
     def arrival(self) -> int:
         """Return the time at which the device reaches what is queued now."""
         return self.now + self._lag
