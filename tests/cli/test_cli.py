@@ -453,6 +453,9 @@ def test_train_rehearses_a_rank(config: Path, capsys: pytest.CaptureFixture[str]
     status, error = told(capsys, "train", str(config), "--rehearse", "2")
     assert status == 2
     assert "rank: expected 0 to 1 (replicate = 2), found 2" in error
+    for words in (["--rehearse=-5"], ["--rehearse", "0", "--nproc", "3"]):
+        assert told(capsys, "train", str(config), *words)[0] == 2
+    assert not config.with_name("run").exists()
 
 
 def test_simulate_draws_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

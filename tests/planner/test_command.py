@@ -56,6 +56,14 @@ def test_whether_it_fits_is_the_exit_status(
     assert "nothing fits" in capsys.readouterr().out
 
 
+def test_a_batch_below_the_gpus_is_one_that_some_layout_divides(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 4 million tokens are 31 sequences, which no number of data ranks of 48 GPUs but 1 divides.
+    assert main(["plan", model, "--gpus", "48", "--seq", "132096"]) == 0
+    assert ", 24 sequences of 132096 a step" in capsys.readouterr().out
+
+
 def test_a_function_of_ones_own_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "planner.test_traced:small", "--gpus", "2", "--batch", "8", "--seq", "64"]
     assert main(words) == 0
@@ -197,6 +205,8 @@ def test_a_wrong_model_is_one_line_with_its_field(
         ({"text_config": {"vocab_size": -3}}, "model_type"),
         ({"num_attention_heads": 5}, "num_attention_heads: expected to divide 64 (hidden_s"),
         ({"model_type": "jamba", "mamba_d_state": 16}, "model_type"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "model_type"),
+        ({"model_type": "t5", "d_kv": 64}, "model_type"),
         ({"num_local_experts": -1}, "experts"),
         ({"num_local_experts": "8"}, "experts"),
         (MIXTURE, "moe_intermediate_size: expected the feed-forward size"),

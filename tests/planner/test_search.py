@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,15 @@ def test_where_nothing_fits_the_category_is_named() -> None:
 def test_sizes_that_are_none_are_refused(gpus: float, batch: float) -> None:
     with pytest.raises(PlanError, match="expected whole numbers of GPUs and sequences"):
         best_layouts(SMALL, gpus, H100, batch=batch)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("memory_gib", float("nan")), ("node", 0), ("intra_gbps", 0.0), ("generation", "volta")],
+)
+def test_machines_made_in_python_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=field):
+        best_layouts(SMALL, 2, replace(H100, **{field: value}), batch=8)
 
 
 def test_layouts_a_little_too_large_do_not_fit() -> None:
