@@ -178,8 +178,8 @@ _WITHOUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("bitnet", "modernbert-decoder", "persimmon", "stablelm", "xglm"), "tensor"
         ),
-        **dict.fromkeys(("mpt", "falcon"), "tensor context"),
-        "bloom": "tensor context pipeline",
+        **dict.fromkeys(("mpt", "falcon"), "context"),
+        "bloom": "context pipeline",
         "llama4_text": "expert",
     }
 )
@@ -187,15 +187,16 @@ _WITHOUT: Mapping[str, str] = MappingProxyType(
 masks, or have a backward or experts of their own kind."""
 
 
-def tensor_rules(shape: ModelShape) -> str | None:
-    """The rules of axis tensor: a set of ours, or the model's own; None: there are none."""
-    return shape.name if shape.name in _RULES else None if shape.name in LAYER_LISTS else "model"
-
-
 def can_cut(shape: ModelShape, axis: str) -> bool:
     """Whether models of the type can be cut over the axis."""
-    has_rules = axis != "tensor" or tensor_rules(shape) is not None
+    has_rules = axis != "tensor" or shape.name in _RULES or shape.name not in LAYER_LISTS
     return has_rules and axis not in _WITHOUT.get(shape.name, "").split()
+
+
+def tensor_rules(shape: ModelShape) -> str | None:
+    """The rules of axis tensor: a set of ours, or the model's own; None: there are none."""
+    own = "model" if can_cut(shape, "tensor") else None
+    return shape.name if shape.name in _RULES else own
 
 
 def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:
