@@ -162,3 +162,16 @@ def test_what_is_refused() -> None:
     block.experts = nn.ModuleList(nn.BatchNorm1d(D) for _ in range(2))
     with pytest.raises(ValueError, match="without buffers"):
         experts_of(block)
+
+
+def refused_by_the_class() -> None:
+    _, many = alike(Listed(2))
+    experts_of(many)
+    with pytest.raises(ValueError, match=r"'experts.0__weight' has other names in state dicts"):
+        mw.FullyShardedDataParallel(many, use_orig_params=True)
+    wrapped = mw.FullyShardedDataParallel(many, ignored_states=[*many.experts.parameters()])
+    assert "experts.0.0.weight" in wrapped.state_dict()
+
+
+def test_the_fsdp_class_refuses_what_has_other_names_in_state_dicts(ranks: Ranks) -> None:
+    ranks(2, refused_by_the_class)

@@ -63,6 +63,9 @@ def _settings_of(expert: nn.Module) -> Iterator[tuple[object, ...]]:
 class ListedExperts(nn.Module):
     """Experts that are alike, each on its tokens."""
 
+    renames_state = True
+    """Its hooks make other entries of its parameters in state dicts; fsdp/building.py reads it."""
+
     def __init__(self, listed: nn.ModuleList) -> None:
         super().__init__()
         self.num_experts = len(listed)

@@ -215,6 +215,12 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
         refuse_frequencies(parts, [(slot.name, slot.original) for slot in slots])
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
+        if any(getattr(module, "renames_state", False) for module, _ in slot.places):
+            raise ValueError(
+                f"parameter {slot.name!r} has other names in state dicts, by experts_of, which "
+                "FullyShardedDataParallel does not know: use fully_shard, or put it into "
+                "ignored_states"
+            )
         take_part(slot, plan.groups, local)
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
