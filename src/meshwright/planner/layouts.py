@@ -195,8 +195,9 @@ def can_cut(shape: ModelShape, axis: str) -> bool:
 
 def tensor_rules(shape: ModelShape) -> str | None:
     """The rules of axis tensor: a set of ours, or the model's own; None: there are none."""
-    own = "model" if can_cut(shape, "tensor") else None
-    return shape.name if shape.name in _RULES else own
+    if shape.name in _RULES:
+        return shape.name
+    return "model" if can_cut(shape, "tensor") else None
 
 
 def stage_layers(shape: ModelShape, layout: RunLayout, head: float = 0.0) -> list[int]:

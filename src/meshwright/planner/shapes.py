@@ -223,8 +223,8 @@ _KINDS: Mapping[str, str] = MappingProxyType(
     }
 )
 _OTHER_KEYS = re.compile(
-    "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|(text|vision|audio)_config|"
-    "per_layer_input|d_kv"
+    "mamba|ssm|state_size|lru_|conv_|linear_(attn|conv|key|num)|coder_layers|per_layer_input|d_kv|"
+    "(text|vision|audio)_config"
 )
 _ATTENTION = re.compile("(full|sliding|chunked|indexed)_attention")
 

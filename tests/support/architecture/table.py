@@ -75,7 +75,7 @@ ROOM_LINES: dict[str, int] = {
     "mesh": 7,
     "pipelining": 8052,
     "plan": 469,
-    "planner": 3838,
+    "planner": 3839,
     "precision": 79,
     "randomness": 1111,
     "recipes": 3899,
