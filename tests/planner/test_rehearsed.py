@@ -174,7 +174,8 @@ def test_resident_memory_has_named_parts(ranks: Ranks) -> None:
     for found, most in ranks(2, resident_of_a_run):
         parts = found.resident
         assert set(parts) == {"files", "started", "shared", "tensors", "free", "other"}
-        assert 0.97 * most <= sum(parts.values()) <= most
+        # The kernel adds pages to ru_maxrss in batches, so that it may lag by some.
+        assert 0.97 * most <= sum(parts.values()) <= most + 2**20
         # A half of each weight with its two moments; whole ones lie in shared memory, with sums.
         assert 3 * 8 << 20 <= parts["tensors"] <= found.peak
         assert parts["shared"] >= 4 << 20
